@@ -1,0 +1,29 @@
+# Each target does all its set-up in .venv; nothing but Python 3.11+ and make is needed.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test test-all lint clean
+
+demo: $(READY)
+	$(BIN)/underpar demo
+
+test: $(READY)
+	$(BIN)/pytest -m "not slow and not gpu and not fineweb"
+
+test-all: $(READY)
+	$(BIN)/pytest -m "not gpu and not fineweb"
+
+lint: $(READY)
+	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests
+	$(BIN)/mypy
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) demo build dist

@@ -1,0 +1,25 @@
+"""underpar: the best language model that fits in a byte budget, with a score it can prove."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from underpar.runtime import guard_cpu
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from underpar.api import Model
+
+__version__ = "0.1.0"
+
+# Before torch runs its first op, or it is too late.
+guard_cpu()
+
+
+def load(artifact: str | Path, device: str = "cpu") -> Model:
+    """Open an artifact: `m = underpar.load("model.upar")`, then m.score, m.generate, m.compress."""
+    # By name and late: `underpar --help` does not wait for torch, and no bundle carries the API.
+    model: Model = import_module("underpar.api").Model.open(artifact, device)
+    return model

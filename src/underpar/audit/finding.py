@@ -1,0 +1,33 @@
+"""A finding: one rule, its verdict, and the numbers behind it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+PASS, FAIL, NOT_SHOWN = "pass", "fail", "not shown"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`not shown` is never a pass: the evidence was missing, and the summary says which."""
+
+    rule: str
+    verdict: str
+    summary: str
+    evidence: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+
+def judge(rule: str, holds: bool, summary: str, **evidence: Any) -> Finding:
+    """Pass if it holds, fail if not."""
+    return Finding(rule, PASS if holds else FAIL, summary, evidence)
+
+
+def not_shown(rule: str, why: str) -> Finding:
+    """There was nothing to look at."""
+    return Finding(rule, NOT_SHOWN, why)

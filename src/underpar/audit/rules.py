@@ -1,0 +1,262 @@
+"""One function a rule: case in, finding out. Rule ids (R01 ...) follow the contest's rules.
+
+The audit reads the artifact, the data and the scores from files; it trusts none of their totals.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from underpar.audit import probes
+from underpar.audit.finding import Finding, judge, not_shown
+from underpar.codec.stream import Codec, code_documents
+from underpar.data.build import labelled_documents
+from underpar.data.folder import DataFolder, hash_file
+from underpar.errors import RuleError
+from underpar.infer.predictor import Predictor
+from underpar.recipe import Recipe
+from underpar.runtime import Clock, Runtime
+from underpar.score.ledger import Score
+from underpar.score.score import Scorer
+
+# Sums over the vocabulary, in fp32, and prices of packed against lone documents, in nats.
+TOLERANCE = 1e-4
+# How far coded bits may lie from scored bits.
+CODED_TOLERANCE = 0.01
+
+
+@dataclass(frozen=True)
+class Case:
+    """Everything the rules look at."""
+
+    recipe: Recipe
+    open_predictor: Callable[[], Predictor]
+    codec: Codec
+    artifact_file: Path
+    code_bytes: int
+    data: DataFolder
+    scores: dict[str, Score]
+    runtime: Runtime
+    # Documents are coded in stream order until this many tokens; 0 codes all of them.
+    code_tokens: int = 0
+
+
+def size(case: Case) -> Finding:
+    """R01: artifact and code on disk fit the cap."""
+    artifact = case.artifact_file.stat().st_size
+    total, cap = artifact + case.code_bytes, case.recipe.limits.cap_bytes
+    return judge(
+        "size",
+        total <= cap,
+        f"{artifact} + {case.code_bytes} bytes of code = {total} of {cap}",
+        artifact_bytes=artifact,
+        code_bytes=case.code_bytes,
+        cap_bytes=cap,
+    )
+
+
+def coverage(case: Case) -> Finding:
+    """R12: every target of every document priced exactly once, in every score."""
+    if not case.scores:
+        return not_shown("coverage", "no score file in the run")
+    shard = case.data.val
+    expected = np.diff(shard.starts, append=shard.num_tokens)
+    expected[-1] -= 1
+    wrong = {}
+    for method, score in case.scores.items():
+        found = [(e.document, e.num_targets) for e in score.entries]
+        if found != list(enumerate(expected.tolist())):
+            wrong[method] = len(set(found) ^ set(enumerate(expected.tolist())))
+    return judge(
+        "coverage",
+        not wrong,
+        f"{int(expected.sum())} targets in {len(expected)} documents"
+        + (f"; differs in {wrong}" if wrong else ", each priced once"),
+        targets=int(expected.sum()),
+        wrong_documents=wrong,
+    )
+
+
+def byte_count(case: Case) -> Finding:
+    """R13: the denominator is the raw text's, counted again from the text itself."""
+    if not case.scores:
+        return not_shown("bytes", "no score file in the run")
+    shard, tokenizer = case.data.val, case.data.tokenizer
+    texts = [tokenizer.decode(shard.doc(i)) for i in range(shard.num_documents)]
+    hashes = [
+        hashlib.sha256(t).digest() == h.tobytes()
+        for t, h in zip(texts, shard.doc_hashes, strict=True)
+    ]
+    counted = [len(t) for t in texts]
+    ledgers = {m: [e.num_bytes for e in s.entries] == counted for m, s in case.scores.items()}
+    source = _source_bytes(case)
+    from_source = "source files gone" if source is None else f"{source} bytes in the source files"
+    return judge(
+        "bytes",
+        all(hashes) and all(ledgers.values()) and source in (None, sum(counted)),
+        f"{sum(counted)} bytes decoded, {sum(hashes)} of {len(hashes)} documents match their "
+        f"hash, {from_source}",
+        decoded_bytes=sum(counted),
+        source_bytes=source,
+        ledgers_agree=ledgers,
+    )
+
+
+def _source_bytes(case: Case) -> int | None:
+    inputs = case.data.manifest["inputs"]
+    files = [Path(row["path"]) for row in inputs]
+    if not all(
+        f.exists() and hash_file(f) == row["sha256"] for f, row in zip(files, inputs, strict=True)
+    ):
+        return None
+    documents = labelled_documents(inputs, case.data.manifest["split"]["fraction"])
+    return sum(len(document.text.encode()) for split, _, document in documents if split == "val")
+
+
+def causality(case: Case) -> Finding:
+    """R08: no price changes when tokens after it do; documents do not see each other."""
+    predictor, vocab = case.open_predictor(), case.recipe.model.vocab_size
+    shard = case.data.val
+    lengths = np.diff(shard.starts, append=shard.num_tokens)
+    longest = np.array(shard.doc(int(lengths.argmax())))[: 4 * predictor.context]
+    edges = [predictor.context + d for d in (-1, 0, 1)]
+    cuts = [c for c in (1, 2, len(longest) // 2, *edges, len(longest) - 1) if 0 < c < len(longest)]
+    changed = probes.swap_suffix(predictor, longest, cuts, vocab)
+    leak = (
+        max(
+            probes.isolation_error(predictor, np.array(shard.doc(i)), np.array(shard.doc(i + 1)))
+            for i in range(min(3, shard.num_documents - 1))
+        )
+        if shard.num_documents > 1
+        else 0.0
+    )
+    return judge(
+        "causality",
+        changed == 0 and leak <= TOLERANCE,
+        f"{changed} prices changed over {len(cuts)} swapped suffixes; packed documents differ "
+        f"from lone ones by {leak:.1e} nats",
+        cuts=cuts,
+        changed_prices=changed,
+        packing_error_nats=leak,
+    )
+
+
+def normalization(case: Case) -> Finding:
+    """R09: the prices of all possible next tokens are one distribution."""
+    predictor, vocab = case.open_predictor(), case.recipe.model.vocab_size
+    document = np.array(case.data.val.doc(0))
+    lengths = sorted({1, 2, min(len(document), 24), min(len(document), predictor.context // 2)})
+    sums = probes.substitution_sums(predictor, document, lengths, vocab)
+    error = max(abs(s - 1) for s in sums)
+    return judge(
+        "normalization",
+        error <= TOLERANCE,
+        f"{len(sums)} positions x {vocab} tokens priced one by one: sums within {error:.1e} of 1",
+        prefix_tokens=lengths,
+        sums=sums,
+    )
+
+
+def score_before_update(case: Case) -> Finding:
+    """R07, R10, R11: each document priced once, adaptation only behind it, nothing rescored."""
+    if "adapt" not in case.scores:
+        return not_shown("score before update", "no adapted score in the run")
+    priced: set[int] = set()
+    violations = 0
+    for kind, first, last in case.scores["adapt"].events:
+        documents = set(range(first, last + 1))
+        violations += len(documents & priced if kind == "price" else documents - priced)
+        priced |= documents if kind == "price" else set()
+    changed = probes.scored_prefix_changes(
+        lambda shard: _adapted_bits(case, shard), case.data.val, 8, case.recipe.model.vocab_size
+    )
+    return judge(
+        "score before update",
+        violations == 0 and changed == 0,
+        f"{violations} events out of order; {changed} earlier documents changed when the last "
+        "of 8 was replaced, adaptation running",
+        violations=violations,
+        changed_documents=changed,
+    )
+
+
+def _adapted_bits(case: Case, shard: object) -> list[float]:
+    # Adapt after every document, so that the swapped one follows seven updates.
+    part = replace(case.recipe.score, adapt_tokens=1)
+    scorer = Scorer(case.open_predictor(), shard, case.runtime, Clock())  # type: ignore[arg-type]
+    return [e.bits for e in scorer.run(part, adapt=True).entries]
+
+
+def reproduction(case: Case) -> Finding:
+    """R16: this artifact, scored again, gives the ledger's bits."""
+    if "plain" not in case.scores:
+        return not_shown("reproduction", "no plain score in the run")
+    scorer = Scorer(case.open_predictor(), case.data.val, case.runtime, Clock())
+    pristine = scorer.predictor.state_hash()
+    again = scorer.run(case.recipe.score)
+    unchanged = scorer.predictor.state_hash() == pristine
+    error = abs(again.bits / case.scores["plain"].bits - 1)
+    return judge(
+        "reproduction",
+        error <= 1e-6 and unchanged,
+        f"{again.bpb:.6f} against {case.scores['plain'].bpb:.6f} bits per byte; weights "
+        + ("untouched" if unchanged else "CHANGED by scoring"),
+        relative_error=error,
+    )
+
+
+def coded_bits(case: Case) -> Finding:
+    """All of it at once: the text decodes from as many bits as the score says."""
+    if "plain" not in case.scores:
+        return not_shown("coded bits", "no plain score in the run")
+    shard, chosen, tokens = case.data.val, [], 0
+    for index in range(shard.num_documents):
+        if case.code_tokens and tokens >= case.code_tokens:
+            break
+        chosen.append(np.array(shard.doc(index), dtype=np.int64))
+        tokens += len(chosen[-1])
+    coded = code_documents(case.codec, chosen)
+    scored = sum(e.bits for e in case.scores["plain"].entries[: len(chosen)])
+    excess = coded / scored - 1
+    return judge(
+        "coded bits",
+        abs(excess) <= CODED_TOLERANCE,
+        f"{len(chosen)} of {shard.num_documents} documents coded and decoded: {coded} bits, "
+        f"scored {scored:.0f} ({100 * excess:+.2f} %)",
+        documents=len(chosen),
+        coded_bits=coded,
+        scored_bits=scored,
+    )
+
+
+RULES: tuple[Callable[[Case], Finding], ...] = (
+    size,
+    coverage,
+    byte_count,
+    causality,
+    normalization,
+    score_before_update,
+    reproduction,
+    coded_bits,
+)
+
+
+def run_audit(case: Case, on_rule: Callable[[Finding], None] | None = None) -> list[Finding]:
+    """Every rule in turn. A rule that the scorer itself refuses is a fail, with its words."""
+    findings = []
+    for rule in RULES:
+        started = time.perf_counter()
+        try:
+            finding = rule(case)
+        except (RuleError, AssertionError) as error:
+            finding = judge(rule.__name__.replace("_", " "), False, f"refused: {error}")
+        findings.append(replace(finding, seconds=time.perf_counter() - started))
+        if on_rule:
+            on_rule(findings[-1])
+    return findings

@@ -1,0 +1,89 @@
+"""The composition root: recipe and weights -> model and predictor, with levers plugged in.
+
+Only this file knows both stages and levers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from underpar.artifact.pack import Artifact, unpack
+from underpar.data.tokenizer import Tokenizer
+from underpar.errors import ArtifactError, DataError
+from underpar.infer.predictor import Predictor
+from underpar.levers import LEVERS, lever_module
+from underpar.model.gpt import GPT
+from underpar.quant.schemes import dequantize
+from underpar.recipe import Recipe, fields_from, nearest, require
+
+
+def plug_levers(recipe: Recipe, stage: str) -> dict[str, Any]:
+    """The recipe's levers of one stage, built from their settings, by name."""
+    plugged = {}
+    for name, table in recipe.levers.items():
+        require(name in LEVERS, f"unknown lever {name!r}{nearest(name, list(LEVERS))}")
+        module = lever_module(name)
+        settings = module.Settings(**fields_from(module.Settings, table, f"levers.{name}"))
+        if stage == module.STAGE:
+            plugged[name] = module.plug(settings, recipe.model)
+    return plugged
+
+
+def build_model(recipe: Recipe) -> GPT:
+    """The network with the recipe's model levers, freshly initialized."""
+    modules: dict[str, nn.Module] = plug_levers(recipe, "model")
+    return GPT(recipe.model, modules)
+
+
+def weight_shapes(recipe: Recipe) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every weight, without allocating any."""
+    with torch.device("meta"):
+        model = build_model(recipe)
+    return {name: tuple(t.shape) for name, t in model.state_dict().items()}
+
+
+def build_predictor(artifact: Artifact, device: torch.device) -> Predictor:
+    """The predictor of an artifact: dequantized weights, strictly loaded."""
+    expected = weight_shapes(artifact.recipe)
+    found = {name: t.shape for name, t in artifact.tensors.items()}
+    if found != expected:
+        wrong = sorted(
+            {n for n in expected.keys() | found.keys() if expected.get(n) != found.get(n)}
+        )
+        raise ArtifactError(f"artifact's tensors do not fit its recipe: {', '.join(wrong[:3])}")
+    model = build_model(artifact.recipe)
+    weights = {name: torch.from_numpy(dequantize(t)) for name, t in artifact.tensors.items()}
+    model.load_state_dict(weights)
+    adapters = list(plug_levers(artifact.recipe, "infer").values())
+    return Predictor(model, device, adapters)
+
+
+def build_tokenizer(artifact: Artifact) -> Tokenizer:
+    """The artifact's tokenizer, which must fit its model."""
+    try:
+        tokenizer = Tokenizer.from_bytes(artifact.tokenizer)
+    except DataError as error:
+        raise ArtifactError(f"artifact's tokenizer cannot be used: {error}") from error
+    if tokenizer.vocab_size != artifact.recipe.model.vocab_size:
+        raise ArtifactError(
+            f"artifact's tokenizer has {tokenizer.vocab_size} pieces, its model expects "
+            f"{artifact.recipe.model.vocab_size}"
+        )
+    return tokenizer
+
+
+def read_artifact(path: Path) -> tuple[Artifact, str]:
+    """The artifact in a file and the SHA-256 of that file, in hex."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ArtifactError(f"cannot read artifact {path}: {error.strerror}") from error
+    try:
+        return unpack(data), hashlib.sha256(data).hexdigest()
+    except ArtifactError as error:
+        raise ArtifactError(f"{path}: {error}") from error

@@ -1,0 +1,152 @@
+"""Commands that judge: score, audit, compare, bench, report, doctor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from underpar.cli.options import ArtifactPath, DataPath, Device, Json, RunPath, app, show_summary
+from underpar.console import ERR, OUT, progress_bar, show_json, show_pairs, show_table
+
+if TYPE_CHECKING:
+    from underpar.audit.finding import Finding
+
+
+@app.command()
+def score(
+    artifact: ArtifactPath,
+    data: DataPath,
+    adapt: Annotated[bool, typer.Option(help="Learn from text already scored.")] = False,
+    device: Device = "auto",
+    json: Json = False,
+) -> None:
+    """Bits per byte of an artifact on held-out text; the ledger lies beside the artifact."""
+    from underpar import verbs
+    from underpar.runtime import open_runtime
+
+    runtime = open_runtime(device)
+    summary = verbs.score(artifact, data, runtime, adapt, quiet=json)
+    if runtime.is_main:
+        show_summary(json, str(artifact), summary)
+
+
+@app.command()
+def audit(
+    run: RunPath,
+    data: Annotated[Path | None, typer.Option(help="Default: the data it was trained on.")] = None,
+    code_tokens: Annotated[
+        int, typer.Option(help="Stop coding after so many tokens; 0 codes every document.")
+    ] = 0,
+    device: Device = "auto",
+    json: Json = False,
+) -> None:
+    """Check a run's size, scores and codec. Exit code 1 if a rule fails."""
+    from underpar.pipeline import audit_run
+    from underpar.run import RunFolder
+    from underpar.runtime import open_runtime
+
+    def show(finding: Finding) -> None:
+        if not json:
+            ERR.print(f"{finding.verdict:>10}  {finding.rule} ({finding.seconds:.1f} s)")
+
+    folder = RunFolder(run)
+    verdict, findings = audit_run(folder, open_runtime(device), data, code_tokens, show)
+    if json:
+        show_json({"verdict": verdict, "findings": [f.as_dict() for f in findings]})
+    else:
+        rows = [(f.rule, f.verdict, f.summary) for f in findings]
+        show_table(f"audit of {run}: {verdict}", ("rule", "verdict", "evidence"), rows)
+    raise typer.Exit(1 if verdict == "fail" else 0)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders, the first one's page.")],
+    out: Annotated[Path | None, typer.Option(help="Default: report.html in the first run.")] = None,
+    json: Json = False,
+) -> None:
+    """One self-contained HTML page of one or more runs."""
+    from underpar.report.build import build_report
+    from underpar.run import RunFolder
+
+    folders = [RunFolder(run) for run in runs]
+    path = build_report(folders, out or folders[0].report_file)
+    show_json({"report": str(path)}) if json else OUT.print(f"report: {path}")
+
+
+@app.command()
+def bench(
+    name: Annotated[str, typer.Argument(help="A benchmark, or 'list'.")] = "list",
+    quads: Annotated[int, typer.Option(help="A B B A rounds.")] = 12,
+    block_seconds: Annotated[float, typer.Option(help="Shortest timed block.")] = 0.2,
+    warmup_seconds: Annotated[float, typer.Option(help="Alternating warm-up.")] = 2.0,
+    device: Device = "auto",
+    json: Json = False,
+) -> None:
+    """Time two variants of one job, interleaved, with a control that can refuse the result."""
+    from underpar.lab.bench import run_bench
+    from underpar.lab.benches import BENCHES, find_bench
+    from underpar.runtime import open_runtime
+
+    if name == "list":
+        docs = {key: (make.__doc__ or "").strip() for key, make in BENCHES.items()}
+        show_json(docs) if json else show_table("benchmarks", ("name", "what"), docs.items())
+        return
+    chosen = find_bench(name, open_runtime(device))
+    with progress_bar(name, 2 * quads, quiet=json) as bar:
+        result = run_bench(
+            chosen, quads, block_seconds, warmup_seconds, lambda done, _: bar.update(done)
+        )
+    if json:
+        show_json(result.as_dict())
+        return
+    OUT.print(f"{result.what}\n{result.label_b} against {result.label_a}: {result.verdict}")
+    OUT.print(result.reason)
+    if result.verdict != "refused":
+        low, high = result.ratio_interval.low, result.ratio_interval.high
+        OUT.print(f"time ratio {result.ratio:.4f}, 95 % interval {low:.4f} to {high:.4f}")
+
+
+@app.command()
+def compare(
+    old: Annotated[list[str], typer.Argument(help="Runs, score files or numbers: the old side.")],
+    new: Annotated[list[str], typer.Option("--with", help="The new side; repeat or list.")],
+    method: Annotated[str, typer.Option(help="Which score of a run: plain or adapt.")] = "plain",
+    json: Json = False,
+) -> None:
+    """Is the new side better? Welch and seed-paired tests, with the seeds it would take."""
+    from underpar.lab.compare import compare as compare_results
+    from underpar.lab.compare import read_result
+
+    sides = [[read_result(text, method) for text in side] for side in (old, new)]
+    result = compare_results(*sides)
+    if json:
+        show_json(result)
+        return
+    rows = []
+    for test in result["tests"]:
+        interval = "{low:.4f} to {high:.4f}".format(**test["interval"])
+        rows.append((test["test"], test["margin"], test["gain"], interval, test["p"]))
+    columns = ("test", "margin#", "gain (BPB)#", "95 % interval#", "p, one-sided#")
+    show_table("lower bits per byte is better", columns, rows)
+    needed = result["seeds_needed_for_this_gain"]
+    OUT.print(f"seeds a side to show this gain at p < 0.01 with power 0.8: {needed or 'none will'}")
+
+
+@app.command()
+def doctor(device: Device = "auto", json: Json = False) -> None:
+    """What this machine can do: versions, devices, attention backends, speeds."""
+    from underpar.doctor import diagnose
+    from underpar.runtime import open_runtime
+
+    facts = diagnose(open_runtime(device))
+    if json:
+        show_json(facts)
+        return
+    flat: dict[str, object] = {}
+    for key, value in facts.items():
+        inner = value if isinstance(value, dict) else {"": value}
+        flat |= {f"{key} {name}".strip(): v for name, v in inner.items()}
+    show_pairs("this machine", flat)

@@ -1,0 +1,168 @@
+"""Commands that make a model: recipe, data, train, pack, size, demo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from underpar.cli.options import (
+    DataPath,
+    Device,
+    Json,
+    RecipeName,
+    RunPath,
+    Set,
+    app,
+    load_checked,
+    show_summary,
+)
+from underpar.console import OUT, show_json, show_table
+
+if TYPE_CHECKING:
+    from underpar.artifact.budget import Budget
+
+recipe_app = typer.Typer(help="List the shipped recipes, or print one resolved.")
+data_app = typer.Typer(help="Turn text into token shards, or look into a data folder.")
+app.add_typer(recipe_app, name="recipe")
+app.add_typer(data_app, name="data")
+
+
+@recipe_app.command("list")
+def recipe_list(json: Json = False) -> None:
+    """The shipped recipes with one line each."""
+    from underpar.recipe import list_recipes
+
+    found = list_recipes()
+    show_json(found) if json else show_table("recipes", ("name", "what"), found.items())
+
+
+@recipe_app.command("show")
+def recipe_show(recipe: RecipeName, set_: Set = None, json: Json = False) -> None:
+    """The resolved recipe: every value, after bases, overlays and --set."""
+    from underpar.recipe import to_toml, to_tree
+
+    resolved = load_checked(recipe, set_)
+    if json:
+        show_json({"hash": resolved.hash, **to_tree(resolved)})
+    else:
+        OUT.print(f"# {recipe}, hash {resolved.hash}\n{to_toml(resolved)}", markup=False)
+
+
+@data_app.command("build")
+def data_build(
+    inputs: Annotated[list[Path], typer.Argument(help=".txt or .jsonl, plain or .xz .gz .zst.")],
+    out: Annotated[Path, typer.Option(help="The data folder to write.")],
+    recipe: Annotated[str, typer.Option(help="Takes vocabulary and hold-out from it.")] = "demo",
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Use this SentencePiece model instead of training one.")
+    ] = None,
+    val: Annotated[
+        list[Path] | None, typer.Option(help="Held-out files of a published split.")
+    ] = None,
+    set_: Set = None,
+    json: Json = False,
+) -> None:
+    """Train a lossless tokenizer and write token shards; documents are held out by their hash."""
+    from underpar.verbs import build_data_folder
+
+    manifest = build_data_folder(
+        load_checked(recipe, set_), inputs, out, tokenizer, val, quiet=json
+    )
+    show_json(manifest) if json else _show_manifest(out, manifest)
+
+
+@data_app.command("inspect")
+def data_inspect(
+    data: Annotated[Path, typer.Argument(help="A folder made by 'underpar data build'.")],
+    json: Json = False,
+) -> None:
+    """Check a data folder in full and say what it holds."""
+    from underpar.data.folder import load_data
+
+    manifest = load_data(data).manifest
+    show_json(manifest) if json else _show_manifest(data, manifest)
+
+
+def _show_manifest(path: Path, manifest: dict[str, Any]) -> None:
+    rows = [
+        (s, m["documents"], m["tokens"], m["bytes"], m["bytes"] / m["tokens"])
+        for s, m in ((s, manifest[s]) for s in ("train", "val"))
+    ]
+    columns = ("split", "documents#", "tokens#", "bytes#", "bytes/token#")
+    show_table(f"{path}: {manifest['tokenizer']['vocab_size']} pieces", columns, rows)
+
+
+@app.command()
+def train(
+    recipe: RecipeName,
+    data: DataPath,
+    out: Annotated[Path | None, typer.Option(help="Run folder; default runs/NAME-HASH.")] = None,
+    set_: Set = None,
+    device: Device = "auto",
+    json: Json = False,
+) -> None:
+    """Train a recipe inside its budget. A killed run continues with the same command."""
+    from underpar import verbs
+    from underpar.run import RunFolder
+    from underpar.runtime import open_runtime
+
+    resolved = load_checked(recipe, set_)
+    folder = RunFolder(out or Path("runs") / f"{Path(recipe).stem}-{resolved.hash}")
+    runtime = open_runtime(device)
+    summary = verbs.train(resolved, data, folder, runtime, quiet=json)
+    if runtime.is_main:
+        show_summary(json, str(folder.path), summary)
+
+
+@app.command()
+def pack(
+    run: RunPath,
+    cap: Annotated[int | None, typer.Option(help="Byte cap, code counted.")] = None,
+    json: Json = False,
+) -> None:
+    """Quantize and entropy-code a run's weights into RUN/model.upar, under the byte cap."""
+    from underpar.pipeline import pack_run
+    from underpar.run import RunFolder
+
+    _show_budget(pack_run(RunFolder(run), cap), str(run / "model.upar"), json)
+
+
+@app.command()
+def size(
+    recipe: RecipeName,
+    tokenizer: Annotated[Path | None, typer.Option(help="Count this tokenizer's bytes.")] = None,
+    set_: Set = None,
+    json: Json = False,
+) -> None:
+    """Forecast a recipe's bytes before training, by packing random weights of its shapes."""
+    from underpar.pipeline import forecast_size
+
+    budget = forecast_size(load_checked(recipe, set_), tokenizer)
+    _show_budget(budget, f"forecast for {recipe}", json)
+    budget.enforce()
+
+
+def _show_budget(budget: Budget, title: str, json: bool) -> None:
+    if json:
+        show_json(budget.as_dict())
+        return
+    parts = sorted(budget.classes.items(), key=lambda item: -item[1])
+    rows = [*parts, ("total", budget.total_bytes), ("left", budget.cap_bytes - budget.total_bytes)]
+    show_table(f"{title}: {budget.num_weights:,} weights", ("what", "bytes#"), rows)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for data and run.")] = Path("demo"),
+    set_: Set = None,
+    json: Json = False,
+) -> None:
+    """Everything end to end on the embedded corpus, on a CPU, in under three minutes."""
+    from underpar.demo import run_demo
+
+    result = run_demo(load_checked("demo", set_), out, quiet=json)
+    if json:
+        show_json(result)
+    raise typer.Exit(1 if result["audit"] == "fail" else 0)

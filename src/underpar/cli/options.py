@@ -1,0 +1,48 @@
+"""What commands share: option types, the app they hang on, how a summary is shown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from underpar.console import show_json, show_pairs
+
+if TYPE_CHECKING:
+    from underpar.recipe import Recipe
+
+app = typer.Typer(
+    help="Make the best language model that fits in a byte budget, and prove its score.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document for machines.")]
+Set = Annotated[
+    list[str] | None, typer.Option("--set", help="Change a recipe value: train.matrix_lr=0.02")
+]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
+RecipeName = Annotated[
+    str, typer.Argument(help="A shipped recipe or a .toml file; stack overlays: baseline+cpu")
+]
+DataPath = Annotated[Path, typer.Option("--data", help="A folder made by 'underpar data build'.")]
+ArtifactPath = Annotated[Path, typer.Argument(help="A .upar file made by 'underpar pack'.")]
+RunPath = Annotated[Path, typer.Argument(help="A folder made by 'underpar train'.")]
+
+
+def show_summary(json: bool, title: str, summary: dict[str, Any]) -> None:
+    """Names and values as a table, or as JSON."""
+    show_json(summary) if json else show_pairs(title, summary)
+
+
+def load_checked(name: str, overrides: list[str] | None) -> Recipe:
+    """The resolved recipe, with the names and settings of its levers checked."""
+    from underpar.build import plug_levers
+    from underpar.recipe import load_recipe
+
+    recipe = load_recipe(name, overrides or ())
+    # Levers are known to `build` alone; asking for a stage checks all their names and settings.
+    plug_levers(recipe, stage="infer")
+    return recipe

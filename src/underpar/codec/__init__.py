@@ -1,0 +1,1 @@
+"""Files <-> fewer bytes, through the artifact: the proof that its score is real."""

@@ -1,0 +1,101 @@
+"""The demo: every stage in turn on the embedded corpus, by the functions behind the commands."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from underpar import pipeline, verbs
+from underpar.console import ERR, OUT, show_table
+from underpar.data.corpus import demo_corpus
+from underpar.data.folder import load_data
+from underpar.errors import UnderparError
+from underpar.infer.generate import Sampling, generate
+from underpar.recipe import Recipe
+from underpar.report.build import build_report
+from underpar.run import RunFolder
+from underpar.runtime import open_runtime
+
+PROMPT = "The government"
+
+
+def run_demo(recipe: Recipe, out: Path, quiet: bool = False) -> dict[str, Any]:
+    """Build, train, pack, score twice, audit, compress, write, report; returns the figures."""
+    started = time.perf_counter()
+    runtime = open_runtime("cpu")
+    data, folder = out / "data", fresh_run(out / "run", recipe)
+    verbs.build_data_folder(recipe, [demo_corpus()], data, quiet=quiet)
+    trained = verbs.train(recipe, data, folder, runtime, quiet)
+    if not trained["finished"]:
+        raise UnderparError(
+            f"stopped at step {trained.get('step', 0)}; 'underpar demo' continues it"
+        )
+    budget = pipeline.pack_run(folder)
+    plain, adapted = (
+        verbs.score(folder.artifact_file, data, runtime, adapt, quiet) for adapt in (False, True)
+    )
+    if not quiet:
+        ERR.print("audit: coding and decoding every held-out document ...")
+    verdict, _ = pipeline.audit_run(folder, runtime, data)
+    document = write_one_document(data, out / "document.txt")
+    coded = verbs.compress(folder.artifact_file, document, out / "document.upz", runtime, quiet)
+    verbs.decompress(folder.artifact_file, out / "document.upz", out / "document.back", runtime)
+    codec = pipeline.open_codec(folder.artifact_file, runtime)
+    sampling = Sampling(max_tokens=60)
+    text = PROMPT + "".join(generate(codec.predictor, codec.tokenizer, PROMPT, sampling))
+    report = build_report([folder], folder.report_file)
+    result = {
+        "trained": trained,
+        "total_bytes": budget.total_bytes,
+        "plain": plain,
+        "adapted": adapted,
+        "audit": verdict,
+        "document": coded,
+        "text": text,
+        "report": str(report),
+        "seconds": time.perf_counter() - started,
+    }
+    if not quiet:
+        show_result(result)
+    return result
+
+
+def fresh_run(path: Path, recipe: Recipe) -> RunFolder:
+    """The run folder; a finished demo in it makes way, an interrupted one is continued."""
+    folder = RunFolder(path)
+    if folder.recipe_file.exists():
+        unfinished = folder.checkpoint_file.exists() and not folder.weights_file.exists()
+        if not (unfinished and folder.read_recipe() == recipe):
+            shutil.rmtree(path)
+    elif path.exists() and any(path.iterdir()):
+        raise UnderparError(f"{path} is not a run folder; choose another --out")
+    return folder
+
+
+def write_one_document(data: Path, path: Path) -> Path:
+    """The first held-out document, as a text file."""
+    folder = load_data(data)
+    path.write_bytes(folder.tokenizer.decode(folder.val.doc(0)))
+    return path
+
+
+def show_result(result: dict[str, Any]) -> None:
+    """The short table at the end."""
+    plain, adapted, coded = result["plain"], result["adapted"], result["document"]
+    saved = 100 - plain["percent_of_xz"]
+    rows = [
+        ("held-out text", f"{plain['documents']} documents, {plain['bytes']:,} bytes"),
+        ("xz -9, all in one file", f"{plain['xz_bpb']:.4f} bits per byte"),
+        ("model", f"{plain['bpb']:.4f} bits per byte, {saved:.1f} % fewer than xz"),
+        ("model, adapting as it reads", f"{adapted['bpb']:.4f} bits per byte"),
+        ("model with its own bytes", f"{plain['bpb_with_artifact']:.4f} bits per byte"),
+        ("artifact and code", f"{result['total_bytes']:,} bytes"),
+        ("audit", result["audit"]),
+        ("one document", f"{coded['raw_bytes']:,} -> {coded['compressed_bytes']:,} bytes and back"),
+        ("report", result["report"]),
+        ("seconds", f"{result['seconds']:.0f}"),
+    ]
+    show_table("demo", ("what", "result"), rows)
+    OUT.print(result["text"], markup=False)

@@ -1,0 +1,55 @@
+"""Keys and values of tokens already read, one lane a document, all lanes stepping together.
+
+The shape of every product depends only on the number of lanes and on how far the farthest lane has
+come, never on the tokens: whoever repeats the same steps gets the same floats, bit for bit.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from underpar.recipe import ModelSpec
+
+# Keys are read in spans of this many positions, so that early steps do not pay for the whole cache.
+SPAN = 64
+
+
+class LaneCache:
+    """A ring of nothing: a lane that reaches `context` starts its piece again at position 0."""
+
+    def __init__(self, spec: ModelSpec, num_lanes: int, device: torch.device) -> None:
+        self.context = spec.context
+        self.lanes = torch.arange(num_lanes, device=device)
+        self.positions = torch.zeros(num_lanes, dtype=torch.long, device=device)
+        shape = (2, spec.num_layers, num_lanes, spec.num_kv_heads, spec.context, spec.head_dim)
+        self._keys, self._values = torch.zeros(shape, device=device)
+        self._offsets = torch.arange(spec.context, device=device)
+        self._span = SPAN
+
+    def place(self) -> Tensor:
+        """Positions (L,) of the tokens about to be read."""
+        farthest = int(self.positions.max()) + 1
+        self._span = min(self.context, -(-farthest // SPAN) * SPAN)
+        return self.positions
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store this step's k and v (L, K, D) and read back: q (L, H, D) -> (L, H, D)."""
+        self._keys[layer, self.lanes, :, self.positions] = k
+        self._values[layer, self.lanes, :, self.positions] = v
+        keys = self._keys[layer, :, :, : self._span]  # (L, K, span, D)
+        values = self._values[layer, :, :, : self._span]
+        seen = self._offsets[: self._span] <= self.positions[:, None]  # (L, span)
+        y = F.scaled_dot_product_attention(
+            q[:, :, None], keys, values, attn_mask=seen[:, None, None], enable_gqa=True
+        )
+        return y[:, :, 0]
+
+    def advance(self) -> None:
+        """Move every lane on by one token; a full piece begins again."""
+        self.positions = (self.positions + 1) % self.context
+
+    def reset(self, lanes: Tensor) -> None:
+        """Begin a new document in the lanes where `lanes` (L,) is true."""
+        self.positions = torch.where(lanes, 0, self.positions)

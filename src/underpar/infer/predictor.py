@@ -1,0 +1,105 @@
+"""The predictor: the only source of probabilities. What it prices is what can be decoded.
+
+`nll` prices a pack of documents at once, `adapt` learns from a pack that `nll` has priced and from
+no other, `stepper` predicts one token of each lane at a time for the codec and for generation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from underpar.data.loader import Batch
+from underpar.errors import RuleError
+from underpar.infer.cache import LaneCache
+from underpar.kernels.attention import attend_within
+from underpar.model.gpt import GPT
+from underpar.seams import Adapter
+
+
+class Predictor:
+    """A model with fixed weights, plus the adapters of its recipe."""
+
+    def __init__(self, model: GPT, device: torch.device, adapters: list[Adapter]) -> None:
+        self.model = model.to(device).eval().requires_grad_(False)
+        self.device = device
+        self._adapters = adapters
+        self._priced: Batch | None = None
+
+    @property
+    def context(self) -> int:
+        """Most tokens a prediction may look back on."""
+        return self.model.spec.context
+
+    @torch.no_grad()
+    def log_probs(self, batch: Batch) -> Tensor:
+        """Log-probabilities (N, V) in nats of every next token, each from its past alone."""
+        batch = batch.to(self.device)
+        attend = attend_within(batch.segments.cu, batch.segments.max_len)
+        logits = self.model(batch.inputs, batch.segments.positions, attend)
+        return F.log_softmax(logits.float(), dim=-1)
+
+    def nll(self, batch: Batch) -> Tensor:
+        """Nats (N,) of the batch's targets. From here on the batch counts as priced."""
+        targets = batch.targets.to(self.device)
+        nats = -self.log_probs(batch).gather(1, targets[:, None])[:, 0]
+        self._priced = batch
+        return nats
+
+    def adapt(self, batch: Batch) -> None:
+        """Learn from `batch`, which must be the one priced last; it can be used once."""
+        if batch is not self._priced:
+            raise RuleError("adapt was given tokens that have not been priced; score them first")
+        self._priced = None
+        named = dict(self.model.named_parameters())
+        batch = batch.to(self.device)
+        attend = attend_within(batch.segments.cu, batch.segments.max_len)
+        for adapter in self._adapters:
+            parameters = adapter.parameters(named)
+            for parameter in parameters:
+                parameter.requires_grad_(True)
+            logits = self.model(batch.inputs, batch.segments.positions, attend)
+            F.cross_entropy(logits.float(), batch.targets).backward()
+            adapter.update(parameters)
+            for parameter in parameters:
+                parameter.requires_grad_(False)
+                parameter.grad = None
+
+    @property
+    def can_adapt(self) -> bool:
+        """True when the recipe names an adapter."""
+        return bool(self._adapters)
+
+    def state_hash(self) -> str:
+        """SHA-256 over all weights: equal before and after work that must not learn."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.model.state_dict().items()):
+            digest.update(name.encode())
+            digest.update(tensor.detach().cpu().numpy().tobytes())
+        return digest.hexdigest()
+
+    def stepper(self, num_lanes: int) -> Stepper:
+        """Fresh lanes, each at the start of a document."""
+        return Stepper(self.model, LaneCache(self.model.spec, num_lanes, self.device))
+
+
+class Stepper:
+    """Token in, distribution out, for all lanes at once."""
+
+    def __init__(self, model: GPT, cache: LaneCache) -> None:
+        self._model = model
+        self._cache = cache
+
+    @torch.no_grad()
+    def step(self, tokens: Tensor) -> Tensor:
+        """Feed tokens (L,), one a lane; returns log-probabilities (L, V) of what follows."""
+        logits = self._model(tokens, self._cache.place(), self._cache.attend)
+        self._cache.advance()
+        return F.log_softmax(logits.float(), dim=-1)
+
+    def reset(self, lanes: Tensor) -> None:
+        """Begin a new document in the lanes where `lanes` (L,) is true."""
+        self._cache.reset(lanes)

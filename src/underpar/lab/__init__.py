@@ -1,0 +1,1 @@
+"""Measuring: paired timings, statistics of scores, the table of benchmarks."""

@@ -1,0 +1,107 @@
+"""The table of benchmarks: name -> two variants of the same work, with a check that they agree."""
+
+from __future__ import annotations
+
+import lzma
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from underpar.artifact import rans
+from underpar.errors import BenchError
+from underpar.kernels.attention import attend_within
+from underpar.lab.bench import Bench
+from underpar.recipe import nearest
+from underpar.runtime import Runtime
+from underpar.train.muon import orthogonalize
+
+
+def coder(runtime: Runtime) -> Bench:
+    """Decoding a million quantized weights: LZMA against our rANS."""
+    rng = np.random.default_rng(0)
+    codes = np.clip(np.rint(rng.standard_normal(1 << 20) * 31 / 12.85), -31, 31).astype(np.int8)
+    symbols = codes.astype(np.int64) + 31
+    freqs = rans.quantize_counts(np.bincount(symbols, minlength=63))
+    squeezed, coded = lzma.compress(codes.tobytes(), preset=9), rans.encode(symbols, freqs)
+
+    def check() -> None:
+        np.testing.assert_array_equal(rans.decode(coded, freqs, len(symbols)), symbols)
+        assert len(coded) < len(squeezed), "rANS came out larger"
+
+    return Bench(
+        name="coder",
+        what=f"decode 1 M int6 weights ({len(squeezed)} bytes of LZMA, {len(coded)} of rANS)",
+        a=lambda: lzma.decompress(squeezed),
+        b=lambda: rans.decode(coded, freqs, len(symbols)),
+        label_a="lzma",
+        label_b="rans",
+        check=check,
+    )
+
+
+def muon(runtime: Runtime) -> Bench:
+    """Orthogonalizing eight equal matrices: one by one against one batch."""
+    updates = torch.randn(8, 128, 256, device=runtime.device)
+
+    def one_by_one() -> torch.Tensor:
+        return torch.cat([orthogonalize(u[None]) for u in updates])
+
+    return Bench(
+        name="muon",
+        what="orthogonalize 8 matrices of 128 x 256",
+        a=one_by_one,
+        b=lambda: orthogonalize(updates),
+        label_a="one by one",
+        label_b="batched",
+        synchronize=runtime.synchronize,
+        check=lambda: torch.testing.assert_close(
+            one_by_one(), orthogonalize(updates), rtol=1e-3, atol=1e-3
+        ),
+    )
+
+
+def attention(runtime: Runtime) -> Bench:
+    """Packed documents: one dense masked product against pieces in a padded grid."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(64, 257, 16)
+    cu = torch.tensor([0, *np.cumsum(lengths)], device=runtime.device)
+    num, owner = int(cu[-1]), torch.repeat_interleave(torch.arange(16), torch.tensor(lengths))
+    q = torch.randn(num, 4, 32, device=runtime.device)
+    k, v = torch.randn(2, num, 2, 32, device=runtime.device)
+    order = torch.arange(num)
+    mask = ((owner[:, None] == owner) & (order[:, None] >= order)).to(runtime.device)
+
+    def dense() -> torch.Tensor:
+        queries, keys, values = (t.transpose(0, 1)[None] for t in (q, k, v))
+        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
+        return out[0].transpose(0, 1)
+
+    def packed() -> torch.Tensor:
+        return attend_within(cu, int(lengths.max()))(0, q, k, v)
+
+    return Bench(
+        name="attention",
+        what=f"causal attention over {num} tokens in 16 documents",
+        a=dense,
+        b=packed,
+        label_a="dense mask",
+        label_b="packed",
+        synchronize=runtime.synchronize,
+        check=lambda: torch.testing.assert_close(dense(), packed(), rtol=1e-3, atol=1e-3),
+    )
+
+
+BENCHES: dict[str, Callable[[Runtime], Bench]] = {
+    "attention": attention,
+    "coder": coder,
+    "muon": muon,
+}
+
+
+def find_bench(name: str, runtime: Runtime) -> Bench:
+    """A benchmark of the table, ready to run."""
+    if name not in BENCHES:
+        raise BenchError(f"no benchmark {name!r}{nearest(name, list(BENCHES))}")
+    return BENCHES[name](runtime)

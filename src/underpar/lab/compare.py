@@ -1,0 +1,90 @@
+"""Scores against scores: old runs, new runs, and how sure one can be of the difference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from underpar.errors import BenchError
+from underpar.lab.stats import paired, seeds_needed, welch
+from underpar.run import RunFolder
+
+# The README's margin for a record, in nats a token (rules R14).
+RECORD_MARGIN_NATS = 0.005
+LN_2 = 0.6931471805599453
+
+
+@dataclass(frozen=True)
+class Result:
+    """One run's score: bits per byte, the seed it was trained with, bytes a target."""
+
+    name: str
+    bpb: float
+    seed: int | None = None
+    bytes_per_target: float | None = None
+
+
+def read_result(text: str, method: str) -> Result:
+    """A run folder, a score file, or a plain number of bits per byte."""
+    try:
+        return Result(text, float(text))
+    except ValueError:
+        pass
+    path = Path(text)
+    if not path.exists():
+        raise BenchError(f"{text!r} is neither a number, a run folder nor a score file")
+    folder = RunFolder(path if path.is_dir() else path.parent)
+    tree = folder.read_json(folder.score_file(method) if path.is_dir() else path)
+    seed = folder.read_recipe().train.seed if folder.recipe_file.exists() else None
+    try:
+        return Result(text, float(tree["bpb"]), seed, tree["bytes"] / tree["targets"])
+    except (KeyError, TypeError, ZeroDivisionError) as error:
+        raise BenchError(f"{text} is not a score file ({error!r})") from error
+
+
+def compare(old: Sequence[Result], new: Sequence[Result]) -> dict[str, Any]:
+    """Welch's test always, the paired one where both sides have the same seeds; two margins."""
+    olds, news = [r.bpb for r in old], [r.bpb for r in new]
+    tests = [welch(olds, news)]
+    margin = record_margin_bpb(new)
+    if margin is not None:
+        tests.append(welch(olds, news, margin))
+    pairs = pair_by_seed(old, new)
+    if pairs:
+        tests.append(paired(*pairs))
+    sigma = max(_deviation(olds), _deviation(news))
+    gain = tests[0].gain
+    plannable = sigma > 0 and gain > 0
+    return {
+        "old": [vars(r) for r in old],
+        "new": [vars(r) for r in new],
+        "gain_bpb": gain,
+        "tests": [t.as_dict() for t in tests],
+        "paired_by_seed": pairs is not None,
+        "seeds_needed_for_this_gain": seeds_needed(gain, sigma) if plannable else None,
+    }
+
+
+def record_margin_bpb(new: Sequence[Result]) -> float | None:
+    """The record margin in bits per byte, read per token with the new runs' tokens."""
+    widths = [r.bytes_per_target for r in new if r.bytes_per_target]
+    return RECORD_MARGIN_NATS / LN_2 * len(widths) / sum(widths) if widths else None
+
+
+def pair_by_seed(
+    old: Sequence[Result], new: Sequence[Result]
+) -> tuple[list[float], list[float]] | None:
+    """Scores in seed order, if each seed stands once on both sides."""
+    olds, news = ({r.seed: r.bpb for r in side} for side in (old, new))
+    usable = None not in olds and set(olds) == set(news)
+    if not usable or not len(olds) == len(old) == len(new) > 1:
+        return None
+    seeds = sorted(seed for seed in olds if seed is not None)
+    return [olds[s] for s in seeds], [news[s] for s in seeds]
+
+
+def _deviation(values: Sequence[float]) -> float:
+    mean = sum(values) / len(values)
+    return float((sum((v - mean) ** 2 for v in values) / max(len(values) - 1, 1)) ** 0.5)

@@ -1,0 +1,277 @@
+"""What may be said of the timed blocks of a bench, by rules fixed before it ran.
+
+1. A quad is dropped if a block of it saw a thermal or hardware throttle flag, or if the mean SM
+   clock of its two halves differs by more than 1 %.
+2. Refused if fewer than half of the quads, or fewer than 4, of measurement or control are left.
+3. Refused as drifted if the control's 99 % Student interval misses -0.5 % .. +0.5 % altogether:
+   the harness then sees a difference between A and itself.
+4. Refused as unsteady if the control's sigma is over 0.5 % and its variance exceeds the
+   measurement's beyond the 0.1 % point of the F distribution: the two, interleaved, did not see
+   the same conditions.
+5. "faster" and "slower" need the 95 % bootstrap intervals of mean and median effect and the
+   Student interval all to exclude 0, and the mean effect to exceed the noise floor, which is the
+   far end of the control's bootstrap interval. All else is "no difference shown".
+
+With 12 quads of Gaussian noise these rules claim a difference that is not there in about 1 % of
+runs and refuse under 1 % of good ones; they show a difference of mde about half of the time and
+one of twice mde nearly always.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+
+from underpar.errors import BenchError
+from underpar.lab import stats
+from underpar.lab.clocks import ClockSample
+
+Series = Literal["measured", "control"]
+Verdict = Literal["faster", "slower", "no difference shown", "refused"]
+
+J = TypeVar("J", bound="Judgement")
+
+ALPHA = 0.05
+MIN_KEPT_QUADS = 4
+CONTROL_TOLERANCE = 0.005
+CONTROL_F_LEVEL = 0.001
+SM_CLOCK_TOLERANCE = 0.01
+# Hardware slowdown, software and hardware thermal slowdown, power brake (NVML clocks event
+# reasons). The software power cap, 0x4, is recorded but drops nothing: an H200 under matrix
+# products runs at that cap all the time, and the clock rule sees what an uneven cap would do.
+THROTTLE_MASK = 0x8 | 0x20 | 0x40 | 0x80
+
+
+@dataclass(frozen=True)
+class Block:
+    """One timed block; the control's letters both stand for variant A."""
+
+    series: Series
+    quad: int
+    letter: str
+    seconds: float
+    clocks: ClockSample | None = None
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """A quad that the rule took out, and why."""
+
+    series: Series
+    quad: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Effects of the kept quads: natural log of time(B) / time(A), negative where B is faster.
+
+    mean_interval and median_interval are 95 % BCa bootstrap intervals, student and student_99 are
+    Student intervals of the mean at 95 % and 99 %. mde is the minimum detectable mean (alpha 0.05
+    two-sided, power 0.8), p is two-sided for mean = 0.
+    """
+
+    num_quads: int
+    mean: float
+    median: float
+    sigma: float
+    mean_interval: stats.Interval
+    median_interval: stats.Interval
+    student: stats.Interval
+    student_99: stats.Interval
+    mde: float
+    p: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """Effects, drops, summaries and verdict; there are no summaries if too few quads are left."""
+
+    effects: tuple[float, ...]
+    control_effects: tuple[float, ...]
+    dropped: tuple[Dropped, ...]
+    measured: Summary | None
+    control: Summary | None
+    verdict: Verdict
+    reason: str
+    p_holm: float | None = None
+
+    @property
+    def ratio(self) -> float:
+        """Median of time(B) / time(A) over quads; a refused run has none to quote."""
+        return math.exp(self._trusted().median)
+
+    @property
+    def ratio_interval(self) -> stats.Interval:
+        """95 % BCa interval of ratio; a refused run has none to quote."""
+        return _exponential(self._trusted().median_interval)
+
+    @property
+    def mean_ratio(self) -> float:
+        """Geometric mean of time(B) / time(A) over quads; a refused run has none to quote."""
+        return math.exp(self._trusted().mean)
+
+    @property
+    def mean_ratio_interval(self) -> stats.Interval:
+        """95 % BCa interval of mean_ratio; a refused run has none to quote."""
+        return _exponential(self._trusted().mean_interval)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON values; a refused run keeps its effects as evidence but shows no ratio."""
+        plain = asdict(self)
+        if self.verdict == "refused":
+            names = ("measured", "ratio", "ratio_interval", "mean_ratio", "mean_ratio_interval")
+            return {**plain, **dict.fromkeys(names)}
+        plain.update(ratio=self.ratio, mean_ratio=self.mean_ratio)
+        plain["ratio_interval"] = asdict(self.ratio_interval)
+        plain["mean_ratio_interval"] = asdict(self.mean_ratio_interval)
+        return plain
+
+    def _trusted(self) -> Summary:
+        if self.verdict == "refused" or self.measured is None:
+            raise BenchError(f"this bench has no ratio to quote: {self.reason}")
+        return self.measured
+
+
+def judge(blocks: Sequence[Block]) -> Judgement:
+    """Judge blocks given quad by quad, four in a row to each quad of either series."""
+    assert len(blocks) % 4 == 0
+    dropped: list[Dropped] = []
+    effects: dict[Series, list[float]] = {"measured": [], "control": []}
+    for start in range(0, len(blocks), 4):
+        quad = blocks[start : start + 4]
+        series, number = quad[0].series, quad[0].quad
+        assert all((block.series, block.quad) == (series, number) for block in quad)
+        why = reason_to_drop(quad)
+        if why is None:
+            effects[series].append(quad_effect(quad))
+        else:
+            dropped.append(Dropped(series, number, why))
+    measured = control = None
+    kept, planned = min(map(len, effects.values())), len(blocks) // 8
+    if kept < max(MIN_KEPT_QUADS, planned / 2):
+        why = dropped[0].why if dropped else "none were dropped"
+        reason = f"refused: {kept} of {planned} quads kept, too few to judge; {why}"
+        verdict: Verdict = "refused"
+    else:
+        measured, control = summarize(effects["measured"]), summarize(effects["control"])
+        verdict, reason = decide(measured, control)
+    return Judgement(
+        effects=tuple(effects["measured"]),
+        control_effects=tuple(effects["control"]),
+        dropped=tuple(dropped),
+        measured=measured,
+        control=control,
+        verdict=verdict,
+        reason=reason,
+    )
+
+
+def quad_effect(quad: Sequence[Block]) -> float:
+    """Natural log of the time of a quad's B blocks over that of its A blocks."""
+    seconds = {letter: sum(b.seconds for b in quad if b.letter == letter) for letter in "AB"}
+    return math.log(seconds["B"] / seconds["A"])
+
+
+def reason_to_drop(quad: Sequence[Block]) -> str | None:
+    """Why rule 1 takes this quad out, or None; blocks without a reading cannot be faulted."""
+    flags = 0
+    for block in quad:
+        flags |= block.clocks.throttle_flags if block.clocks else 0
+    if flags & THROTTLE_MASK:
+        return f"throttle flags {flags & THROTTLE_MASK:#x}"
+    clocks = [block.clocks.sm_mhz if block.clocks else None for block in quad]
+    known = [clock for clock in clocks if clock]
+    if len(known) < 4:
+        return None
+    first, second = known[0] + known[1], known[2] + known[3]
+    if abs(first - second) > SM_CLOCK_TOLERANCE * min(first, second):
+        return f"SM clock {first / 2:.0f} MHz in one half, {second / 2:.0f} MHz in the other"
+    return None
+
+
+def summarize(effects: Sequence[float]) -> Summary:
+    """Statistics of the effects of one series."""
+    mean = float(np.mean(effects))
+    sigma = float(np.std(effects, ddof=1))
+    towards = math.copysign(1.0, mean)
+    one_sided = stats.paired([towards * effect for effect in effects], [0.0] * len(effects)).p
+    return Summary(
+        num_quads=len(effects),
+        mean=mean,
+        median=float(np.median(effects)),
+        sigma=sigma,
+        mean_interval=stats.bootstrap_bca(effects, "mean"),
+        median_interval=stats.bootstrap_bca(effects, "median"),
+        student=stats.student_interval(effects),
+        student_99=stats.student_interval(effects, 0.99),
+        mde=stats.minimum_detectable_effect(sigma, len(effects)),
+        p=min(1.0, 2 * one_sided),
+    )
+
+
+def decide(measured: Summary, control: Summary) -> tuple[Verdict, str]:
+    """Verdict and its one-line reason by rules 3 to 5."""
+    reach = control.student_99
+    if reach.low > CONTROL_TOLERANCE or reach.high < -CONTROL_TOLERANCE:
+        return "refused", (
+            f"refused: control drifted, A against A shows {_percent(control.mean)} "
+            f"({_percents(reach)} at 99 %), more than {_percent(CONTROL_TOLERANCE)} from 0"
+        )
+    same_p = stats.variance_p(control.sigma, measured.sigma, control.num_quads, measured.num_quads)
+    if control.sigma > CONTROL_TOLERANCE and same_p < CONTROL_F_LEVEL:
+        return "refused", (
+            f"refused: control unsteady, its sigma is {_percent(control.sigma)} a quad against "
+            f"{_percent(measured.sigma)} of the measurement beside it"
+        )
+    floor = max(abs(control.mean_interval.low), abs(control.mean_interval.high))
+    numbers = (
+        f"{_percent(measured.mean)} ({_percents(measured.mean_interval)}), "
+        f"noise floor {_percent(floor)}, detectable {_percent(measured.mde)}"
+    )
+    intervals = (measured.mean_interval, measured.median_interval, measured.student)
+    if abs(measured.mean) > floor and all(interval.high < 0 for interval in intervals):
+        return "faster", numbers
+    if abs(measured.mean) > floor and all(interval.low > 0 for interval in intervals):
+        return "slower", numbers
+    return "no difference shown", numbers
+
+
+def correct_for_variants(judgements: Sequence[J]) -> list[J]:
+    """Holm-correct the verdicts of several variants measured against one baseline.
+
+    A difference whose corrected p reaches 0.05 is no longer shown; a refused variant counts with
+    p = 1, so that leaving it out cannot make the others look better.
+    """
+    raw = [
+        1.0 if judged.verdict == "refused" or judged.measured is None else judged.measured.p
+        for judged in judgements
+    ]
+    num = len(judgements)
+    return [_correct(j, p, num) for j, p in zip(judgements, stats.holm(raw), strict=True)]
+
+
+def _correct(judgement: J, p: float, num_variants: int) -> J:
+    lost = judgement.verdict in ("faster", "slower") and p >= ALPHA
+    return replace(
+        judgement,
+        verdict="no difference shown" if lost else judgement.verdict,
+        reason=f"{judgement.reason}; Holm p = {p:.3g} over {num_variants} variants",
+        p_holm=p,
+    )
+
+
+def _exponential(interval: stats.Interval) -> stats.Interval:
+    return stats.Interval(math.exp(interval.low), math.exp(interval.high))
+
+
+def _percent(effect: float) -> str:
+    return f"{100 * math.expm1(effect):+.2f} %"
+
+
+def _percents(interval: stats.Interval) -> str:
+    return f"{_percent(interval.low)} .. {_percent(interval.high)}"

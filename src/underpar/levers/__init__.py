@@ -1,0 +1,18 @@
+"""The table of levers: name -> module. A new lever is its file and one line here."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
+
+# Modules by name, imported when used: a bundle carries the levers of its recipe and no others.
+LEVERS = {
+    "adapt_scales": "underpar.levers.adapt_scales",
+    "ema": "underpar.levers.ema",
+    "qk_gain": "underpar.levers.qk_gain",
+}
+
+
+def lever_module(name: str) -> ModuleType:
+    """The module of a lever in the table."""
+    return import_module(LEVERS[name])

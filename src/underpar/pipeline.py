@@ -1,0 +1,256 @@
+"""The stages as functions over files. Each command is one of them; the demo calls these too."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import lzma
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from underpar import __version__
+from underpar.artifact.budget import Budget, forecast, read_budget
+from underpar.artifact.pack import Artifact, pack, unpack
+from underpar.audit.finding import FAIL, NOT_SHOWN, PASS, Finding
+from underpar.audit.rules import Case, run_audit
+from underpar.build import (
+    build_model,
+    build_predictor,
+    build_tokenizer,
+    plug_levers,
+    read_artifact,
+    weight_shapes,
+)
+from underpar.codec.stream import Codec
+from underpar.data.folder import DataFolder, load_data
+from underpar.data.loader import Loader
+from underpar.data.shards import Shard
+from underpar.data.tokenizer import Tokenizer
+from underpar.errors import ArtifactError, RecipeError, RunError
+from underpar.infer.predictor import Predictor
+from underpar.quant.rules import quantize_model
+from underpar.recipe import Recipe
+from underpar.run import RunFolder, write_atomic, write_json
+from underpar.runtime import Clock, Runtime, seed_everything
+from underpar.score.ledger import Score, score_from_dict
+from underpar.score.score import OnChunk, Scorer
+from underpar.submit.bundle import bundle
+from underpar.train.checkpoint import Position, read_tensors
+from underpar.train.dist import process_group
+from underpar.train.loop import OnStep, Trainer
+
+
+def data_identity(data: DataFolder) -> str:
+    """A digest of the manifest: tokenizer, split rule, every shard."""
+    return hashlib.sha256(json.dumps(data.manifest, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def train_run(
+    recipe: Recipe,
+    data_path: Path,
+    folder: RunFolder,
+    runtime: Runtime,
+    on_step: OnStep | None = None,
+) -> bool:
+    """Train `recipe` into `folder`, resuming what is there. True when the budget is spent."""
+    data = load_data(data_path)
+    if data.tokenizer.vocab_size != recipe.model.vocab_size:
+        raise RecipeError(
+            f"model.vocab_size = {recipe.model.vocab_size}, but the tokenizer of {data_path} has "
+            f"{data.tokenizer.vocab_size} pieces; set model.vocab_size or build the data again"
+        )
+    seed_everything(recipe.train.seed)
+    model = build_model(recipe).to(runtime.device)
+    position = Position(recipe.hash, data_identity(data))
+    part = recipe.train
+    loader = Loader(
+        data.train, part.micro_batch_tokens, part.num_micro_batches, part.context, part.seed
+    )
+    if runtime.is_main:
+        _begin_run(folder, recipe, data_path, data, runtime)
+    averagers = list(plug_levers(recipe, "train").values())
+    with process_group(runtime):
+        trainer = Trainer(model, loader, part, runtime, folder, position, averagers)
+        return trainer.run(on_step)
+
+
+def _begin_run(
+    folder: RunFolder, recipe: Recipe, data_path: Path, data: DataFolder, runtime: Runtime
+) -> None:
+    if folder.recipe_file.exists() and folder.read_recipe().hash != recipe.hash:
+        raise RunError(
+            f"{folder.path} holds a run of recipe {folder.read_recipe().hash}, this is "
+            f"{recipe.hash}; choose another --out"
+        )
+    folder.write_recipe(recipe)
+    write_atomic(folder.tokenizer_file, data.tokenizer.model_proto)
+    write_json(
+        folder.about_file,
+        {
+            "recipe_hash": recipe.hash,
+            "data": str(data_path),
+            "data_identity": data_identity(data),
+            "train_tokens": data.train.num_tokens,
+            "num_weights": sum(torch.Size(s).numel() for s in weight_shapes(recipe).values()),
+            "device": device_name(runtime.device),
+            "ranks": runtime.world,
+            "versions": versions(),
+        },
+    )
+
+
+def versions() -> dict[str, str]:
+    """What the numbers were made with."""
+    return {
+        "underpar": __version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """The device in words."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type}, {torch.get_num_threads()} threads"
+
+
+def pack_run(folder: RunFolder, cap_bytes: int | None = None) -> Budget:
+    """Quantize and pack a run's weights; refuse to write anything over the cap."""
+    recipe = folder.read_recipe()
+    tensors, about = read_tensors(folder.need(folder.weights_file))
+    if about.get("recipe_hash") != recipe.hash:
+        raise RunError(f"{folder.weights_file} was trained with another recipe; train again")
+    weights = {name: t.float().numpy() for name, t in tensors.items()}
+    tokenizer = folder.need(folder.tokenizer_file).read_bytes()
+    artifact = Artifact(recipe, tokenizer, quantize_model(weights, recipe.quant.rules))
+    data = pack(artifact)
+    if not unpack(data).equals(artifact):
+        raise ArtifactError("the packed file does not unpack to what was packed; nothing written")
+    budget = read_budget(data, len(bundle(recipe)), cap_bytes or recipe.limits.cap_bytes)
+    budget.enforce()
+    write_atomic(folder.artifact_file, data)
+    write_json(folder.budget_file, budget.as_dict())
+    return budget
+
+
+def forecast_size(recipe: Recipe, tokenizer: Path | None = None) -> Budget:
+    """The budget of a recipe before it is trained."""
+    proto = tokenizer.read_bytes() if tokenizer else None
+    return forecast(recipe, weight_shapes(recipe), len(bundle(recipe)), proto)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A score with its file and the figures it is compared with."""
+
+    score: Score
+    path: Path
+    about: dict[str, Any]
+
+
+def score_artifact(
+    artifact_path: Path,
+    data_path: Path,
+    runtime: Runtime,
+    adapt: bool = False,
+    on_chunk: OnChunk | None = None,
+) -> Scored:
+    """Score an artifact on the held-out documents; the result lies beside the artifact."""
+    clock = Clock("load")
+    artifact, identity = read_artifact(artifact_path)
+    predictor = build_predictor(artifact, runtime.device)
+    data = load_data(data_path)
+    require_same_tokenizer(artifact, data)
+    with process_group(runtime):
+        scorer = Scorer(predictor, data.val, runtime, clock)
+        score = scorer.run(artifact.recipe.score, adapt, on_chunk)
+    about = {
+        "artifact_sha256": identity,
+        "artifact_bytes": artifact_path.stat().st_size,
+        "data": str(data_path),
+        "data_identity": data_identity(data),
+        "device": device_name(runtime.device),
+        "xz_bytes": xz_bytes(data.val, data.tokenizer),
+    }
+    path = RunFolder(artifact_path.parent).score_file(score.method)
+    if runtime.is_main:
+        write_json(path, {**about, **score.as_dict()})
+    return Scored(score, path, about)
+
+
+def require_same_tokenizer(artifact: Artifact, data: DataFolder) -> None:
+    """Refuse data that another tokenizer made."""
+    own = Tokenizer.from_bytes(artifact.tokenizer).identity
+    if own != data.tokenizer.identity:
+        raise ArtifactError(
+            f"artifact has tokenizer {own[:12]}, the data were built with "
+            f"{data.tokenizer.identity[:12]}; build the data with the artifact's tokenizer"
+        )
+
+
+def xz_bytes(shard: Shard, tokenizer: Tokenizer) -> int:
+    """What `xz -9` makes of all documents in one file: the yardstick."""
+    text = b"".join(tokenizer.decode(shard.doc(i)) for i in range(shard.num_documents))
+    return len(lzma.compress(text, preset=9))
+
+
+def audit_run(
+    folder: RunFolder,
+    runtime: Runtime,
+    data_path: Path | None = None,
+    code_tokens: int = 0,
+    on_rule: Callable[[Finding], None] | None = None,
+) -> tuple[str, list[Finding]]:
+    """Judge a run's scores; writes audit.json and returns the overall verdict and the findings."""
+    artifact, identity = read_artifact(folder.need(folder.artifact_file))
+    data = load_data(data_path or Path(folder.read_json(folder.about_file)["data"]))
+    require_same_tokenizer(artifact, data)
+
+    def open_predictor() -> Predictor:
+        return build_predictor(artifact, runtime.device)
+
+    case = Case(
+        recipe=artifact.recipe,
+        open_predictor=open_predictor,
+        codec=Codec(open_predictor(), build_tokenizer(artifact), identity),
+        artifact_file=folder.artifact_file,
+        code_bytes=len(bundle(artifact.recipe)),
+        data=data,
+        scores=_read_scores(folder, identity),
+        runtime=runtime,
+        code_tokens=code_tokens,
+    )
+    findings = run_audit(case, on_rule)
+    verdicts = {f.verdict for f in findings}
+    overall = next(v for v in (FAIL, NOT_SHOWN, PASS) if v in verdicts)
+    write_json(
+        folder.audit_file,
+        {
+            "artifact_sha256": identity,
+            "verdict": overall,
+            "findings": [f.as_dict() for f in findings],
+        },
+    )
+    return overall, findings
+
+
+def _read_scores(folder: RunFolder, identity: str) -> dict[str, Score]:
+    scores = {}
+    for path in folder.score_files():
+        tree = folder.read_json(path)
+        if tree.get("artifact_sha256") != identity:
+            raise RunError(f"{path} scores another artifact; run 'underpar score' again")
+        scores[tree["method"]] = score_from_dict(tree)
+    return scores
+
+
+def open_codec(artifact_path: Path, runtime: Runtime) -> Codec:
+    """An artifact file, ready to predict, to write and to compress."""
+    artifact, identity = read_artifact(artifact_path)
+    return Codec(build_predictor(artifact, runtime.device), build_tokenizer(artifact), identity)

@@ -1,0 +1,1 @@
+"""Weights -> integers and scales, by name pattern."""

@@ -1,0 +1,1 @@
+"""Shipped recipes, one TOML file each."""

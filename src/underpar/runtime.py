@@ -1,0 +1,114 @@
+"""The machine as the package sees it: device, ranks, seed, clock.
+
+Only this file reads the environment.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from underpar.errors import UnderparError
+
+if TYPE_CHECKING:
+    import torch
+
+
+def guard_cpu() -> None:
+    """Cap oneDNN's instruction set before its first op.
+
+    On some virtual CPUs oneDNN trusts an AMX flag that the machine does not honour, and bf16
+    products end in an illegal instruction. CPU work here is fp32, so the cap costs nothing.
+    """
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Where this process computes and which share of the job is its own."""
+
+    device: torch.device
+    rank: int = 0
+    world: int = 1
+
+    @property
+    def is_main(self) -> bool:
+        """True on the rank that writes files and prints."""
+        return self.rank == 0
+
+    def synchronize(self) -> None:
+        """Wait for the device, so that a clock reads finished work."""
+        import torch
+
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def open_runtime(device: str = "auto") -> Runtime:
+    """Runtime from torchrun's variables and the wanted device ('auto', 'cpu', 'cuda', 'mps')."""
+    import torch
+
+    rank = int(os.environ.get("RANK", "0"))
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    available = {
+        "cpu": True,
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+    }
+    if not available.get(device, False):
+        usable = ", ".join(name for name, there in available.items() if there)
+        raise UnderparError(f"device {device!r} is not available here; choose from {usable}")
+    if device == "cuda":
+        torch.cuda.set_device(local)
+        # fp32 products may use TF32: masters stay fp32, as in every public recipe.
+        torch.set_float32_matmul_precision("high")
+    where = f"cuda:{local}" if device == "cuda" else device
+    return Runtime(torch.device(where), rank, world)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, numpy and torch."""
+    import numpy
+    import torch
+
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+class Clock:
+    """A phase clock: every second since it was made belongs to exactly one named phase."""
+
+    def __init__(self, first_phase: str = "start") -> None:
+        self._phase = first_phase
+        self._since = time.perf_counter()
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Charge the time inside the block to `name`, then return to the phase before."""
+        before = self._switch(name)
+        try:
+            yield
+        finally:
+            self._switch(before)
+
+    def _switch(self, name: str) -> str:
+        now = time.perf_counter()
+        before = self._phase
+        self._seconds[before] = self._seconds.get(before, 0.0) + now - self._since
+        self._phase, self._since = name, now
+        return before
+
+    def read(self) -> dict[str, float]:
+        """Seconds of each phase so far; their sum is the age of the clock."""
+        self._switch(self._phase)
+        return dict(self._seconds)

@@ -1,0 +1,99 @@
+"""The package, or the part of it that a job needs, as one Python file whose bytes are counted.
+
+Follow the imports of the entry and of the recipe's levers, drop docstrings and comments, compress
+all sources as one block, and put them behind a bootstrap that unpacks to a temporary folder: real
+files, so tracebacks, `spawn` and kernel compilers that read their source keep working.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import json
+import lzma
+from collections.abc import Iterable
+from importlib.util import find_spec
+from pathlib import Path
+
+from underpar.levers import LEVERS
+from underpar.recipe import Recipe
+
+ENTRY = "underpar.submit.entry"
+
+BOOTSTRAP = """import base64,importlib,json,lzma,pathlib,sys,tempfile
+with tempfile.TemporaryDirectory() as folder:
+ for name,text in json.loads(lzma.decompress(base64.b85decode({payload!r}))).items():
+  path=pathlib.Path(folder,name);path.parent.mkdir(parents=True,exist_ok=True);path.write_text(text)
+ sys.path.insert(0,folder);importlib.import_module({entry!r}).main()
+"""
+
+
+def bundle(recipe: Recipe, entry: str = ENTRY) -> bytes:
+    """One script that runs `entry` with the levers of `recipe`; its length is the counted code."""
+    roots = [entry, *(LEVERS[name] for name in recipe.levers if name in LEVERS)]
+    sources = {}
+    for module in sorted(module_closure(roots)):
+        path = _path(module)
+        inside = module.replace(".", "/") + ("/__init__.py" if path.stem == "__init__" else ".py")
+        sources[inside] = strip(path.read_text())
+    packed = lzma.compress(json.dumps(sources).encode(), preset=9 | lzma.PRESET_EXTREME)
+    payload = base64.b85encode(packed).decode()
+    return BOOTSTRAP.format(payload=payload, entry=entry).encode()
+
+
+def module_closure(roots: Iterable[str]) -> set[str]:
+    """Every module of this package that `roots` import, directly or not, with their packages."""
+    found: set[str] = set()
+    waiting = list(roots)
+    while waiting:
+        module = waiting.pop()
+        if module in found:
+            continue
+        found.add(module)
+        waiting += [p for p in (module.rpartition(".")[0],) if p]
+        waiting += imported_modules(_path(module).read_text())
+    return found
+
+
+def imported_modules(source: str) -> list[str]:
+    """Modules of this package that a source imports, but for those of type checking alone."""
+    tree = ast.parse(source)
+    names: list[str] = []
+    for node in _running_nodes(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.append(node.module)
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return [n for n in names if n.split(".")[0] == "underpar" and _is_module(n)]
+
+
+def _running_nodes(node: ast.AST) -> Iterable[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+            continue
+        yield child
+        yield from _running_nodes(child)
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _path(module: str) -> Path:
+    spec = find_spec(module)
+    assert spec is not None and spec.origin is not None, f"{module} is not a module"
+    return Path(spec.origin)
+
+
+def strip(source: str) -> str:
+    """The source without docstrings and comments; names, asserts and lines of code stay."""
+    tree = ast.parse(source)
+    holders = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(tree):
+        if isinstance(node, holders) and ast.get_docstring(node, clean=False) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return ast.unparse(tree)

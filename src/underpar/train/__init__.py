@@ -1,0 +1,1 @@
+"""Training: budget in, weights out, restartable at any moment."""

@@ -1,0 +1,75 @@
+"""Checkpoints: one safetensors file, written whole or not at all. No pickle."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from underpar.errors import RunError
+from underpar.run import write_atomic
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a run stands: everything but tensors. The loader's place is the step."""
+
+    recipe_hash: str
+    data_identity: str
+    step: int = 0
+    seconds: float = 0.0
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, object]) -> None:
+    """Tensors and a JSON-able description, atomically."""
+    plain = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    write_atomic(path, save(plain, metadata={"about": json.dumps(dict(about))}))
+
+
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, object]]:
+    """What `save_tensors` wrote; a damaged file is refused by name."""
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            about = json.loads((file.metadata() or {})["about"])
+    except (SafetensorError, KeyError, ValueError, OSError) as error:
+        raise RunError(f"{path} cannot be read ({error}); train again or restore it") from error
+    return tensors, about
+
+
+def save_checkpoint(
+    path: Path, position: Position, parts: Mapping[str, Mapping[str, Tensor]]
+) -> None:
+    """Parts ('model', 'optimizer', 'average') with the random state and the position."""
+    tensors = {f"{part}/{name}": t for part, ts in parts.items() for name, t in ts.items()}
+    tensors["rng"] = torch.get_rng_state()
+    save_tensors(path, tensors, asdict(position))
+
+
+def read_checkpoint(
+    path: Path, expected: Position
+) -> tuple[Position, dict[str, dict[str, Tensor]]]:
+    """Position and parts; restores the random state. Refuses another recipe's or data's run."""
+    tensors, about = read_tensors(path)
+    try:
+        position = Position(**about)  # type: ignore[arg-type]
+        torch.set_rng_state(tensors.pop("rng"))
+    except (TypeError, KeyError, RuntimeError) as error:
+        raise RunError(f"{path} is not a checkpoint of this version ({error})") from error
+    for key in ("recipe_hash", "data_identity"):
+        found, wanted = getattr(position, key), getattr(expected, key)
+        if found != wanted:
+            raise RunError(
+                f"{path}: {key} is {found}, this run has {wanted}; use another --out folder"
+            )
+    parts: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        part, _, rest = name.partition("/")
+        parts.setdefault(part, {})[rest] = tensor
+    return position, parts

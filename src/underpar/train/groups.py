@@ -1,0 +1,27 @@
+"""Parameter -> optimizer group, each in exactly one."""
+
+from __future__ import annotations
+
+from torch import nn
+
+GROUPS = ("matrix", "embed", "scalar")
+
+
+def group_of(name: str, parameter: nn.Parameter) -> str:
+    """Embedding tables, the blocks' matrices, and everything else."""
+    if name.startswith("embedding."):
+        return "embed"
+    if name.startswith("blocks.") and parameter.ndim == 2:
+        return "matrix"
+    return "scalar"
+
+
+def group_parameters(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
+    """Group -> name -> parameter; covers every trainable parameter once."""
+    groups: dict[str, dict[str, nn.Parameter]] = {group: {} for group in GROUPS}
+    trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    for name, parameter in trainable.items():
+        groups[group_of(name, parameter)][name] = parameter
+    grouped = [name for members in groups.values() for name in members]
+    assert sorted(grouped) == sorted(trainable), "a parameter is in no group or in two"
+    return groups

@@ -1,0 +1,138 @@
+"""The stages with a progress bar each: what the commands and the demo run. Summaries are plain."""
+
+from __future__ import annotations
+
+import lzma
+from pathlib import Path
+from typing import Any
+
+from underpar import pipeline
+from underpar.codec.stream import read_header
+from underpar.console import progress_bar
+from underpar.data.build import build_data
+from underpar.errors import UnderparError
+from underpar.recipe import Recipe, TrainPart
+from underpar.run import RunFolder, write_atomic
+from underpar.runtime import Runtime
+
+
+def build_data_folder(
+    recipe: Recipe,
+    inputs: list[Path],
+    out: Path,
+    tokenizer: Path | None = None,
+    val: list[Path] | None = None,
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """Text files -> data folder; returns its manifest."""
+    vocab_size = None if tokenizer else recipe.model.vocab_size
+    with progress_bar("data", 1, quiet) as bar:
+
+        def show(stage: str, num_documents: int) -> None:
+            bar.update(0, f"{stage}: {num_documents:,} documents")
+
+        manifest = build_data(inputs, out, vocab_size, val or recipe.data.holdout, tokenizer, show)
+        bar.update(1, f"{manifest['train']['tokens']:,} training tokens")
+    return manifest
+
+
+def train(
+    recipe: Recipe, data: Path, folder: RunFolder, runtime: Runtime, quiet: bool = False
+) -> dict[str, Any]:
+    """Train to the end of the budget, or to a signal; both leave a checkpoint."""
+    last: dict[str, Any] = {}
+    with progress_bar("train", 1, quiet or not runtime.is_main) as bar:
+
+        def show(line: dict[str, Any]) -> None:
+            last.update(line)
+            spent = spent_share(recipe.train, line)
+            remark = f"step {line['step']:,}, loss {line['loss']:.3f}, {_speed(line):,.0f} tokens/s"
+            bar.update(spent, remark)
+
+        finished = pipeline.train_run(recipe, data, folder, runtime, show)
+    summary = {"finished": finished, "run": str(folder.path), "recipe_hash": recipe.hash}
+    return summary | {k: last[k] for k in ("step", "tokens", "seconds", "loss") if k in last}
+
+
+def spent_share(part: TrainPart, line: dict[str, Any]) -> float:
+    """Share of the budget spent after a logged step."""
+    from underpar.train.schedule import progress
+
+    return progress(part, line["seconds"], line["step"], line["tokens"])
+
+
+def _speed(line: dict[str, Any]) -> float:
+    return float(line["tokens"] / max(line["seconds"], 1e-9))
+
+
+def score(
+    artifact: Path, data: Path, runtime: Runtime, adapt: bool = False, quiet: bool = False
+) -> dict[str, Any]:
+    """Bits per byte on the held-out text, with xz beside it."""
+    name = "adapt" if adapt else "score"
+    with progress_bar(name, 1, quiet or not runtime.is_main) as bar:
+
+        def show(share: float, bpb: float) -> None:
+            bar.update(share, f"{bpb:.4f} bits per byte")
+
+        scored = pipeline.score_artifact(artifact, data, runtime, adapt, show)
+    result, xz = scored.score, scored.about["xz_bytes"]
+    return {
+        "method": result.method,
+        "bpb": result.bpb,
+        "bits": result.bits,
+        "bytes": result.num_bytes,
+        "targets": result.num_targets,
+        "documents": len(result.entries),
+        "xz_bpb": 8 * xz / result.num_bytes,
+        "percent_of_xz": 100 * result.bits / (8 * xz),
+        "bpb_with_artifact": (result.bits + 8 * scored.about["artifact_bytes"]) / result.num_bytes,
+        "seconds": sum(result.seconds.values()),
+        "file": str(scored.path),
+    }
+
+
+def read_input(path: Path) -> bytes:
+    """A user's file; a missing one is a one-line error."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UnderparError(f"cannot read {path}: {error.strerror}") from error
+
+
+def compress(
+    artifact: Path, source: Path, out: Path, runtime: Runtime, quiet: bool = False
+) -> dict[str, Any]:
+    """File -> compressed file, checked by decoding it; returns sizes."""
+    data = read_input(source)
+    codec = pipeline.open_codec(artifact, runtime)
+    total = max(1, len(codec.tokenizer.encode(data)))
+    done = 0
+    with progress_bar("compress", total, quiet) as bar:
+
+        def show(num_tokens: int) -> None:
+            nonlocal done
+            done += num_tokens
+            bar.update(done, "then decoding again" if done >= total else "")
+
+        compressed = codec.compress(data, show)
+    write_atomic(out, compressed)
+    _, payload = read_header(compressed)
+    return {
+        "raw_bytes": len(data),
+        "compressed_bytes": len(compressed),
+        "header_bytes": len(compressed) - len(payload),
+        "bits_per_byte": 8 * len(compressed) / max(1, len(data)),
+        "xz_bytes": len(lzma.compress(data, preset=9)),
+        "with_artifact_bytes": len(compressed) + artifact.stat().st_size,
+    }
+
+
+def decompress(
+    artifact: Path, source: Path, out: Path, runtime: Runtime, any_machine: bool = False
+) -> dict[str, Any]:
+    """Compressed file -> file; returns sizes."""
+    compressed = read_input(source)
+    data = pipeline.open_codec(artifact, runtime).decompress(compressed, any_machine)
+    write_atomic(out, data)
+    return {"compressed_bytes": len(compressed), "raw_bytes": len(data)}

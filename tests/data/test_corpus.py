@@ -1,0 +1,160 @@
+"""Reading documents, their hashes and every refusal."""
+
+import gzip
+import hashlib
+import json
+import lzma
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from underpar.data import corpus
+from underpar.data.corpus import (
+    Document,
+    demo_corpus,
+    document_hash,
+    input_files,
+    is_held_out,
+    read_documents,
+)
+from underpar.errors import DataError
+
+PACKINGS: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes,
+    ".xz": lzma.compress,
+    ".gz": gzip.compress,
+    ".zst": zstandard.ZstdCompressor().compress,
+}
+
+
+def write(path: Path, data: bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    return path
+
+
+def read(*paths: Path) -> list[Document]:
+    return list(read_documents(paths))
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_reads_text_and_json_lines_in_every_packing(tmp_path: Path, packing: str) -> None:
+    text = "line\r\n  caf\u00e9 \u2581\n\n"
+    lines = [{"text": "one\n", "source": "web"}, {"text": " \u00bd ", "id": 7}]
+    body = "\n".join(json.dumps(line) for line in lines) + "\n\n"
+    pack = PACKINGS[packing]
+    whole = write(tmp_path / f"a.txt{packing}", pack(text.encode()))
+    many = write(tmp_path / f"b.jsonl{packing}", pack(body.encode()))
+    assert read(whole, many) == [
+        Document(text, f"a.txt{packing}"),
+        Document("one\n", "web"),
+        Document(" \u00bd ", f"b.jsonl{packing}"),
+    ]
+
+
+def test_several_frames_or_streams_are_read_through(tmp_path: Path) -> None:
+    for packing, pack in PACKINGS.items():
+        data = b"".join(pack(line) for line in (b'{"text": "a"}\n', b'{"text": "b"}'))
+        path = write(tmp_path / f"two.jsonl{packing}", data)
+        assert [document.text for document in read(path)] == ["a", "b"]
+
+
+def test_a_folder_is_read_in_sorted_order_and_skips_other_files(tmp_path: Path) -> None:
+    write(tmp_path / "b.txt", b"second")
+    write(tmp_path / "a" / "z.jsonl", b'{"text": "first"}')
+    write(tmp_path / "README.md", b"not data")
+    assert [document.text for document in read(tmp_path)] == ["first", "second"]
+    assert input_files([tmp_path]) == [tmp_path / "a" / "z.jsonl", tmp_path / "b.txt"]
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("a.csv", b"x", r"a\.csv: unsupported ending, expected \.txt, .*\.jsonl\.zst"),
+        ("a.jsonl", b'{"text": "x"}\n{oops\n', r"a\.jsonl: line 2: invalid JSON"),
+        ("a.jsonl", b"[" * 100_000, r"a\.jsonl: line 1: invalid JSON"),
+        ("a.jsonl", b'"text"', r"line 1: expected a JSON object, found str"),
+        ("a.jsonl", b'{"txt": "x"}', r'line 1: the object has no field "text"'),
+        ("a.jsonl", b'{"text": 3}', r'line 1: field "text" is int, not a string'),
+        ("a.jsonl", b'{"text": "x", "source": []}', r'"source" is list, not a string'),
+        ("a.jsonl", b'\n{"text": "\xff"}', r"line 2: invalid UTF-8 at byte 11"),
+        ("a.jsonl", b'{"text": "ab\\ud800"}', r"line 1: lone surrogate at character 3"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": ""}', r"line 2: empty document"),
+        ("a.txt", b"", r"a\.txt: document 1: empty document"),
+        ("a.txt", b"ok\n\xc3", r"a\.txt: line 2: invalid UTF-8"),
+        ("a.txt.gz", b"not gzip", r"a\.txt\.gz: line 1: cannot be read"),
+        ("a.txt.xz", b"not xz", r"a\.txt\.xz: line 1: cannot be read"),
+        ("a.txt.zst", b"not zstd", r"a\.txt\.zst: line 1: cannot be read"),
+    ],
+)
+def test_refusals_name_the_file_and_the_line(
+    tmp_path: Path, name: str, data: bytes, message: str
+) -> None:
+    with pytest.raises(DataError, match=message) as caught:
+        read(write(tmp_path / name, data))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("packing", [".xz", ".gz", ".zst"])
+def test_a_file_cut_short_is_refused(tmp_path: Path, packing: str) -> None:
+    lines = b"".join(
+        json.dumps({"text": hashlib.sha256(bytes([i])).hexdigest()}).encode() + b"\n"
+        for i in range(200)
+    )
+    packed = PACKINGS[packing](lines)
+    with pytest.raises(DataError, match="cannot be read"):
+        read(write(tmp_path / f"cut.jsonl{packing}", packed[: len(packed) - 9]))
+
+
+def test_missing_file_and_empty_folder_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"gone\.txt: no such file"):
+        read(tmp_path / "gone.txt")
+    with pytest.raises(DataError, match=r"folder holds no file ending in \.txt"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["long.txt", "long.jsonl"])
+def test_a_document_over_the_limit_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(corpus, "MAX_DOCUMENT_BYTES", 100)
+    write(tmp_path / name, b"x" * 60 + b"\n" + b"x" * 60)
+    with pytest.raises(DataError, match=r"line [12]: (document over 100 bytes|invalid JSON)"):
+        read(tmp_path / name)
+    write(tmp_path / name, b"x" * 101)
+    with pytest.raises(DataError, match="line 1: document over 100 bytes, split it first"):
+        read(tmp_path / name)
+
+
+def test_zstd_without_its_package_names_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "zstandard", None)
+    with pytest.raises(DataError, match="pip install zstandard"):
+        read(write(tmp_path / "a.txt.zst", b""))
+
+
+def test_hash_is_sha256_of_utf8() -> None:
+    assert document_hash("caf\u00e9") == hashlib.sha256(b"caf\xc3\xa9").hexdigest()
+
+
+def test_held_out_compares_the_first_eight_bytes_big_endian() -> None:
+    rest = "f" * 48
+    assert is_held_out("3fffffffffffffff" + rest, 0.25)
+    assert not is_held_out("4000000000000000" + rest, 0.25)
+    assert not is_held_out("0" * 64, 0.0)
+    assert is_held_out("f" * 64, 1.0)
+
+
+def test_held_out_share_is_near_the_fraction() -> None:
+    share = sum(is_held_out(document_hash(str(i)), 0.1) for i in range(20_000)) / 20_000
+    assert abs(share - 0.1) < 0.01
+
+
+def test_the_demo_corpus_is_complete() -> None:
+    documents = read(demo_corpus())
+    assert len(documents) == 633
+    assert sum(len(document.text.encode()) for document in documents) == 2_635_028
+    assert {document.source for document in documents} >= {"wikinews_en", "books_novels"}
