@@ -64,19 +64,29 @@ def train_run(
             f"model.vocab_size = {recipe.model.vocab_size}, but the tokenizer of {data_path} has "
             f"{data.tokenizer.vocab_size} pieces; set model.vocab_size or build the data again"
         )
-    seed_everything(recipe.train.seed)
-    model = build_model(recipe).to(runtime.device)
-    position = Position(recipe.hash, data_identity(data))
-    part = recipe.train
-    loader = Loader(
-        data.train, part.micro_batch_tokens, part.num_micro_batches, part.context, part.seed
-    )
     if runtime.is_main:
         _begin_run(folder, recipe, data_path, data, runtime)
-    averagers = list(plug_levers(recipe, "train").values())
     with process_group(runtime):
-        trainer = Trainer(model, loader, part, runtime, folder, position, averagers)
-        return trainer.run(on_step)
+        return make_trainer(recipe, data, folder, runtime).run(on_step)
+
+
+def make_trainer(
+    recipe: Recipe, data: DataFolder, folder: RunFolder, runtime: Runtime
+) -> Trainer:
+    """Model, loader and levers of a recipe, ready to run."""
+    seed_everything(recipe.train.seed)
+    part = recipe.train
+    return Trainer(
+        model=build_model(recipe).to(runtime.device),
+        loader=Loader(
+            data.train, part.micro_batch_tokens, part.num_micro_batches, part.context, part.seed
+        ),
+        part=part,
+        runtime=runtime,
+        folder=folder,
+        position=Position(recipe.hash, data_identity(data)),
+        averagers=list(plug_levers(recipe, "train").values()),
+    )
 
 
 def _begin_run(

@@ -186,6 +186,11 @@ def list_recipes() -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
+def read_recipe_file(path: Path) -> Recipe:
+    """The recipe in one TOML file; unlike a name, a path may hold a '+'."""
+    return from_tree(_read_with_base(str(path), seen=()))
+
+
 def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
     """Resolve `name` (shipped names or .toml paths, stacked with '+') and `a.b=c` overrides."""
     tree: Tree = {}

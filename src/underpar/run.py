@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from underpar.errors import RunError
-from underpar.recipe import Recipe, load_recipe, to_toml
+from underpar.recipe import Recipe, read_recipe_file, to_toml
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:
@@ -120,7 +120,7 @@ class RunFolder:
 
     def read_recipe(self) -> Recipe:
         """The recipe this run was trained with."""
-        return load_recipe(str(self.need(self.recipe_file)))
+        return read_recipe_file(self.need(self.recipe_file))
 
     def read_json(self, path: Path) -> Any:
         """A JSON file of this run; a missing or damaged one is named."""

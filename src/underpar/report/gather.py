@@ -1,69 +1,220 @@
-"""Run folder -> plain values for the page. Reads files only, and believes none before it is checked."""
+"""Run folder -> plain values for the page. Reads files only, and checks what it reads."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+import json
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from underpar.audit.finding import FAIL, NOT_SHOWN, PASS
 from underpar.errors import RunError
+from underpar.report.facts import (
+    AuditResult,
+    Comparison,
+    FindingRow,
+    Pairs,
+    RunReport,
+    ScoreResult,
+    Sizes,
+    Step,
+    TensorSize,
+)
+from underpar.report.fields import Fields
+from underpar.run import RunFolder
+from underpar.score.ledger import Entry, Score
 
-Pairs = tuple[tuple[str, str], ...]
-
-# Counts beyond this are damage, and would overflow the arithmetic done with them.
-LARGEST_COUNT = 2**53
 # Longest evidence value shown, in characters.
 EVIDENCE_CHARACTERS = 300
 
 
-@dataclass(frozen=True)
-class Fields:
-    """A JSON object with the file it came from, so that a wrong value is refused by name."""
+def gather(folder: RunFolder) -> RunReport:
+    """Read what the stages have left in `folder` so far."""
+    if not folder.path.is_dir():
+        raise RunError(f"{folder.path} is not a run folder; give the --out of 'underpar train'")
+    try:
+        return _gather(folder)
+    except RecursionError as error:
+        raise RunError(f"{folder.path} holds a file nested too deeply to be shown") from error
 
-    file: Path
-    values: dict[str, Any]
 
-    def number(self, key: str) -> float:
-        """A number; NaN and infinities are numbers."""
-        value = self._get(key, int | float, "a number")
-        try:
-            return float(value)
-        except OverflowError as error:
-            raise self._wrong(key, "a number that fits 64 bits") from error
+def _gather(folder: RunFolder) -> RunReport:
+    about = _read(folder, folder.about_file)
+    artifact = folder.artifact_file
+    return RunReport(
+        name=folder.path.resolve().name,
+        path=str(folder.path),
+        recipe_hash=about.text("recipe_hash") if about else None,
+        about=tuple(flatten(about.values)) if about else (),
+        recipe=_recipe(folder.recipe_file),
+        steps=_steps(folder),
+        sizes=_sizes(_read(folder, folder.budget_file)),
+        scores=_scores(folder),
+        audit=_audit(_read(folder, folder.audit_file)),
+        artifact_sha256=_sha256(artifact) if artifact.is_file() else None,
+    )
 
-    def count(self, key: str) -> int:
-        """A whole number from 0 up."""
-        value: int = self._get(key, int, "a whole number")
-        if not 0 <= value <= LARGEST_COUNT:
-            raise self._wrong(key, f"a whole number from 0 to {LARGEST_COUNT}")
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _read(folder: RunFolder, path: Path) -> Fields | None:
+    if not path.exists():
+        return None
+    try:
+        values = folder.read_json(path)
+    except (OSError, RecursionError) as error:
+        raise RunError(f"{path} cannot be read ({error}); run its stage again") from error
+    if not isinstance(values, dict):
+        raise RunError(f"{path} does not hold a JSON object; run its stage again")
+    return Fields(path, values)
+
+
+def _recipe(path: Path) -> tuple[tuple[str, Pairs], ...]:
+    # The file is shown as it lies there; resolving it again could follow names out of the folder.
+    if not path.exists():
+        return ()
+    try:
+        tree = tomllib.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path} is not valid TOML ({error}); train again") from error
+    return tuple(_sections("", tree))
+
+
+def _sections(prefix: str, table: dict[str, Any]) -> Iterator[tuple[str, Pairs]]:
+    plain = {key: value for key, value in table.items() if not isinstance(value, dict)}
+    inner = {key: value for key, value in table.items() if isinstance(value, dict)}
+    if plain or (prefix and not inner):
+        yield prefix, tuple((key, show(value)) for key, value in plain.items())
+    for key, value in inner.items():
+        yield from _sections(f"{prefix}.{key}" if prefix else key, value)
+
+
+def show(value: Any) -> str:
+    """A JSON or TOML value as people write it: bare strings, list items on lines of their own."""
+    if isinstance(value, str):
         return value
+    if isinstance(value, list):
+        texts = [show(item) for item in value]
+        return ("\n" if any(isinstance(item, str) for item in value) else ", ").join(texts)
+    return json.dumps(value, default=str)
 
-    def text(self, key: str) -> str:
-        """A string."""
-        return str(self._get(key, str, "a string"))
 
-    def table(self, key: str) -> Fields:
-        """An object."""
-        return Fields(self.file, self._get(key, dict, "an object"))
+def flatten(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Nested objects as dotted names and texts, thousands apart."""
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from flatten(value, f"{prefix}{key}.")
+        elif isinstance(value, int) and not isinstance(value, bool):
+            yield prefix + key, f"{value:,}"
+        else:
+            yield prefix + key, show(value)
 
-    def numbers(self, key: str) -> dict[str, float]:
-        """An object that holds numbers alone."""
-        table = self.table(key)
-        return {name: table.number(name) for name in table.values}
 
-    def rows(self, key: str) -> list[Fields]:
-        """A list of objects."""
-        items = self._get(key, list, "a list")
-        return [
-            Fields(self.file, dict(enumerate_keys(items))).table(str(i)) for i in range(len(items))
-        ]
+def _steps(folder: RunFolder) -> tuple[Step, ...]:
+    file = folder.metrics_file
+    try:
+        lines = list(folder.metrics())
+    except (OSError, ValueError) as error:
+        raise RunError(f"{file} holds a line that is not JSON ({error}); train again") from error
+    if not all(isinstance(line, dict) for line in lines):
+        raise RunError(f"{file} holds a line that is not a JSON object; train again")
+    return tuple(_step(Fields(file, line)) for line in lines)
 
-    def _get(self, key: str, kind: Any, expected: str) -> Any:
-        value = self.values.get(key)
-        if isinstance(value, bool) or not isinstance(value, kind):
-            raise self._wrong(key, expected)
-        return value
 
-    def _wrong(self, key: str, expected: str) -> RunError:
-        shown = repr(self.values[key])[:60] if key in self.values else "missing"
-        return RunError(f"{self.file}: {key} is {shown}, expected {expected}; run its stage again")
+def _step(line: Fields) -> Step:
+    return Step(
+        line.count("step"),
+        line.number("loss"),
+        line.number("lr_scale"),
+        line.count("tokens"),
+        line.number("seconds"),
+    )
+
+
+def _sizes(budget: Fields | None) -> Sizes | None:
+    if budget is None:
+        return None
+    tensors = [
+        TensorSize(
+            row.text("name"),
+            " \u00d7 ".join(show(row.values.get("shape")).split(", ")),
+            row.text("scheme"),
+            row.number("bytes"),
+            row.number("bits_per_weight"),
+        )
+        for row in budget.rows("tensors")
+    ]
+    return Sizes(
+        total_bytes=budget.count("total_bytes"),
+        cap_bytes=budget.count("cap_bytes"),
+        model_file_bytes=budget.count("model_file_bytes"),
+        num_weights=budget.count("num_weights"),
+        classes=tuple(sorted(budget.numbers("classes").items(), key=lambda kind: -kind[1])),
+        tensors=tuple(sorted(tensors, key=lambda tensor: -tensor.num_bytes)),
+    )
+
+
+def _scores(folder: RunFolder) -> dict[str, ScoreResult]:
+    found = {}
+    for path in folder.score_files():
+        tree = _read(folder, path)
+        assert tree is not None
+        result = _score(tree)
+        if folder.score_file(result.score.method) != path:
+            raise RunError(f"{path} holds method {result.score.method!r}; score again")
+        found[result.score.method] = result
+    # Plain first: it is the score that everything else is held against.
+    return dict(sorted(found.items(), key=lambda item: (item[0] != "plain", item[0])))
+
+
+def _score(tree: Fields) -> ScoreResult:
+    entries = [
+        Entry(
+            document=row.count("document"),
+            bits=row.number("bits"),
+            num_bytes=row.count("num_bytes"),
+            num_targets=row.count("num_targets"),
+        )
+        for row in tree.rows("ledger")
+    ]
+    score = Score(tree.text("method"), entries, tree.numbers("seconds"))
+    xz_bytes = tree.count("xz_bytes")
+    if not score.num_bytes or not xz_bytes:
+        raise RunError(f"{tree.file} prices no text; score again")
+    return ScoreResult(
+        score,
+        Comparison(score.num_bytes, score.bits, xz_bytes, tree.count("artifact_bytes")),
+        tree.text("artifact_sha256"),
+        tree.text("data_identity"),
+        tree.text("device"),
+    )
+
+
+def _audit(tree: Fields | None) -> AuditResult | None:
+    if tree is None:
+        return None
+    findings = tuple(_finding(row) for row in tree.rows("findings"))
+    result = AuditResult(_verdict(tree), tree.text("artifact_sha256"), findings)
+    if result.verdict == PASS and result.num_findings(FAIL):
+        raise RunError(f"{tree.file} says pass over a finding that says fail; audit again")
+    return result
+
+
+def _finding(row: Fields) -> FindingRow:
+    evidence = flatten(row.table("evidence").values)
+    pairs = [(name, text[:EVIDENCE_CHARACTERS]) for name, text in evidence]
+    return FindingRow(
+        row.text("rule"), _verdict(row), row.text("summary"), tuple(pairs), row.number("seconds")
+    )
+
+
+def _verdict(tree: Fields) -> str:
+    verdict = tree.text("verdict")
+    if verdict not in (PASS, FAIL, NOT_SHOWN):
+        raise RunError(f"{tree.file}: verdict {verdict[:60]!r} is none of pass, fail, not shown")
+    return verdict

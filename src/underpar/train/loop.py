@@ -51,7 +51,7 @@ class Trainer:
         step_tokens = self.loader.micro_batch_tokens * self.loader.num_micro_batches
         before = self.position.seconds
         started = saved = time.perf_counter()
-        with interruptible() as interrupted, closing(self._batches()) as batches:
+        with interruptible() as interrupted, closing(self.batches()) as batches:
             while True:
                 seconds = before + time.perf_counter() - started
                 step = self.position.step
@@ -71,7 +71,8 @@ class Trainer:
             self._finish()
         return p >= 1
 
-    def _batches(self) -> Generator[Batch, None, None]:
+    def batches(self) -> Generator[Batch, None, None]:
+        """This rank's micro-batches from the current step on, prepared ahead."""
         micros = micros_of_rank(
             self.loader.num_micro_batches, self.runtime.rank, self.runtime.world
         )

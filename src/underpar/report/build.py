@@ -1,0 +1,247 @@
+"""Gathered runs -> one HTML file that opens from disk and needs nothing beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from underpar import __version__
+from underpar.errors import RunError
+from underpar.report import charts
+from underpar.report.charts import Bar, Dot, Labels, Line, Mark, Segment
+from underpar.report.facts import RunReport, ScoreResult, Step
+from underpar.report.gather import gather
+from underpar.run import RunFolder, write_atomic
+from underpar.score.ledger import Entry
+
+# Points of a curve, strips under the pointer, dots: more would only make the file heavy.
+MAX_POINTS, MAX_HOVERS, MAX_DOTS = 3000, 240, 1500
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A named stretch of time; the same name has the same color in every stage."""
+
+    name: str
+    seconds: float
+    color: int
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage by phase."""
+
+    name: str
+    phases: tuple[Phase, ...]
+
+    @property
+    def seconds(self) -> float:
+        """All phases together."""
+        return sum(phase.seconds for phase in self.phases)
+
+
+def build_report(folders: Sequence[RunFolder], out: Path) -> Path:
+    """Write the page of one run, or of several with a comparison first, to the file `out`."""
+    if not folders:
+        raise RunError("no run to report on; give at least one run folder")
+    if out.is_dir():
+        raise RunError(f"{out} is a folder; give the name of a file, as in {out / 'report.html'}")
+    runs = [gather(folder) for folder in folders]
+    # A lone surrogate, which JSON can smuggle in, has no UTF-8.
+    write_atomic(out, render(runs).encode(errors="replace"))
+    return out
+
+
+def render(runs: Sequence[RunReport]) -> str:
+    """The page as text."""
+    try:
+        import jinja2
+    except ImportError as error:
+        raise RunError("the report needs the package jinja2; run 'pip install jinja2'") from error
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= FILTERS
+    environment.tests["plottable"] = charts.can_plot
+    source = resources.files("underpar.report").joinpath("page.html.j2").read_text()
+    return environment.from_string(source).render(
+        runs=runs,
+        figures=[draw(run) for run in runs],
+        clocks=[clock_of(run) for run in runs],
+        overlay=overlay_chart(runs),
+        same_data=len({s.data_identity for run in runs for s in run.scores.values()}) <= 1,
+        horizon=horizon_of,
+        max_dots=MAX_DOTS,
+        version=__version__,
+    )
+
+
+def draw(run: RunReport) -> dict[str, str]:
+    """The charts of one run; none where there is nothing to draw."""
+    drawn: dict[str, str] = {}
+    if run.steps:
+        drawn |= {"loss": loss_chart(run.steps), "rate": rate_chart(run.steps)}
+    if run.sizes:
+        total, cap = run.sizes.total_bytes, run.sizes.cap_bytes
+        drawn["bytes"] = charts.bar_chart([byte_bar(*kind, total) for kind in run.sizes.classes])
+        used = Segment(total, f"{total:,} bytes of {cap:,}", 0 if total <= cap else 1)
+        label = f"{percent_text(total / cap)} of the cap" if cap else "no cap"
+        room = f"{abs(cap - total):,} bytes {'left' if total <= cap else 'over'}"
+        drawn["cap"] = charts.bar_chart([Bar(label, room, [used])], cap)
+    if run.scores:
+        drawn["documents"] = document_chart(run.scores)
+    stages = clock_of(run)
+    if stages:
+        drawn["clock"] = charts.bar_chart([stage_bar(stage) for stage in stages])
+    return drawn
+
+
+def horizon_of(steps: Sequence[Step]) -> int:
+    """Logged steps that the smoothed curve looks back on."""
+    return max(5, len(steps) // 100)
+
+
+def loss_chart(steps: Sequence[Step]) -> str:
+    """Raw loss behind its smoothed curve, over steps."""
+    means = charts.smooth([s.loss for s in steps], horizon_of(steps))
+    raw = [(float(s.step), s.loss) for s in steps]
+    smoothed = [(x, mean) for (x, _), mean in zip(raw, means, strict=True)]
+    hovers = [
+        (
+            float(s.step),
+            f"step {s.step:,}\nloss {number_text(s.loss)} nats per token, "
+            f"smoothed {number_text(mean)}\nlearning rate \u00d7 {number_text(s.lr_scale)}\n"
+            f"{s.tokens:,} tokens, {seconds_text(s.seconds)}",
+        )
+        for s, mean in charts.thin(list(zip(steps, means, strict=True)), MAX_HOVERS)
+    ]
+    lines = [
+        Line(charts.thin(raw, MAX_POINTS), faint=True),
+        Line(charts.thin(smoothed, MAX_POINTS)),
+    ]
+    return charts.line_chart(lines, Labels("step", "loss, nats per token"), hovers)
+
+
+def rate_chart(steps: Sequence[Step]) -> str:
+    """The learning rate's factor, over steps."""
+    points = [(float(s.step), s.lr_scale) for s in charts.thin(steps, MAX_POINTS)]
+    # The floor is 0, not the least rate: the eye reads the area.
+    floor = Line([(points[0][0], 0.0)], color=5, faint=True)
+    labels = Labels("step", "learning rate, share of its peak")
+    return charts.line_chart([floor, Line(points, color=5)], labels, height=72)
+
+
+def overlay_chart(runs: Sequence[RunReport]) -> str:
+    """Smoothed loss of every run over the tokens it has seen; empty if none was trained."""
+    lines = []
+    for color, run in enumerate(runs):
+        means = charts.smooth([s.loss for s in run.steps], horizon_of(run.steps))
+        points = [(float(s.tokens), mean) for s, mean in zip(run.steps, means, strict=True)]
+        lines.append(Line(charts.thin(points, MAX_POINTS), color))
+    labels = Labels("training tokens", "smoothed loss, nats per token")
+    return charts.line_chart(lines, labels) if any(line.points for line in lines) else ""
+
+
+def byte_bar(kind: str, num_bytes: float, total_bytes: int) -> Bar:
+    """A class of bytes with its share of the total."""
+    text = f"{num_bytes:,.0f} bytes, {percent_text(num_bytes / max(total_bytes, 1))}"
+    return Bar(kind, text, [Segment(num_bytes, f"{kind}: {text}")])
+
+
+def stage_bar(stage: Stage) -> Bar:
+    """A stage with its phases end to end."""
+    segments = [
+        Segment(p.seconds, f"{stage.name}, {p.name}: {seconds_text(p.seconds)}", p.color)
+        for p in stage.phases
+    ]
+    return Bar(stage.name, seconds_text(stage.seconds), segments)
+
+
+def document_chart(scores: dict[str, ScoreResult]) -> str:
+    """Bits per byte of each document; every method keeps the order of the first."""
+    first = next(iter(scores.values()))
+    entries = [e for e in first.score.entries if e.num_bytes and charts.can_plot(e.bits)]
+    entries.sort(key=lambda e: e.bits / e.num_bytes)
+    places = {e.document: place for place, e in enumerate(entries, start=1)}
+    shown = {e.document for e in charts.thin(entries, MAX_DOTS)}
+    dots = []
+    for color, (method, result) in enumerate(scores.items()):
+        for e in result.score.entries:
+            if e.document in shown and e.num_bytes:
+                bpb = e.bits / e.num_bytes
+                dots.append(Dot(places[e.document], bpb, document_text(e, method), color))
+    bpb, xz_bpb = first.comparison.bpb, first.comparison.xz_bpb
+    marks = [
+        Mark(bpb, f"{first.score.method}, all documents {number_text(bpb)}"),
+        Mark(xz_bpb, f"xz {number_text(xz_bpb)}"),
+    ]
+    labels = Labels("documents, cheapest first", "bits per byte")
+    return charts.dot_plot(dots, labels, marks, height=300)
+
+
+def document_text(entry: Entry, method: str) -> str:
+    """What the pointer reads on a document."""
+    return (
+        f"document {entry.document:,}, {method}\n"
+        f"{entry.num_bytes:,} bytes, {entry.bits:,.1f} bits\n"
+        f"{entry.bits / entry.num_bytes:.4f} bits per byte"
+    )
+
+
+def clock_of(run: RunReport) -> list[Stage]:
+    """Stages that have run, with their seconds."""
+    times = {"train": [("train", run.steps[-1].seconds)]} if run.steps else {}
+    for method, result in run.scores.items():
+        times[f"score, {method}"] = list(result.score.seconds.items())
+    if run.audit:
+        times["audit"] = [(f.rule, f.seconds) for f in run.audit.findings]
+    names = dict.fromkeys(name for phases in times.values() for name, _ in phases)
+    colors = {name: color for color, name in enumerate(names)}
+    return [
+        Stage(stage, tuple(Phase(name, seconds, colors[name]) for name, seconds in phases))
+        for stage, phases in times.items()
+    ]
+
+
+def number_text(value: float, num_decimals: int = 4) -> str:
+    """A number with its thousands apart; what no axis could hold (1e30, nan) as it is."""
+    return f"{value:,.{num_decimals}f}" if charts.can_plot(value) else f"{value:.3g}"
+
+
+def bytes_text(value: float) -> str:
+    """Whole bytes with their unit."""
+    return f"{number_text(value, 0)} bytes"
+
+
+def percent_text(share: float) -> str:
+    """A share in percent."""
+    return f"{number_text(100 * share, 1)} %"
+
+
+def change_text(ratio: float) -> str:
+    """How a size compares with the one it was divided by."""
+    return f"{percent_text(abs(ratio - 1))} {'smaller' if ratio < 1 else 'larger'}"
+
+
+def seconds_text(seconds: float) -> str:
+    """Milliseconds, seconds up to two minutes, then minutes, then hours."""
+    if 0 < seconds < 0.1:
+        return f"{number_text(1000 * seconds, 1)} ms"
+    if not 120 <= seconds < charts.LARGEST_VALUE:
+        return f"{number_text(seconds, 1)} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, short = divmod(minutes, 60)
+    return f"{hours:,} h {short:02d} min" if hours else f"{minutes} min {rest:02d} s"
+
+
+FILTERS: dict[str, Callable[..., Any]] = {
+    "bpb": number_text,
+    "fixed": number_text,
+    "bytes": bytes_text,
+    "percent": percent_text,
+    "change": change_text,
+    "seconds": seconds_text,
+}

@@ -1,0 +1,300 @@
+"""Small SVG charts as text. They need no script, take their colors from the page, and print.
+
+Across, positions are shares of the width, so a chart fits any screen while its letters keep their
+size; down, they are pixels. Labels lie outside the frame: the page leaves them room.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeVar
+from xml.etree import ElementTree as ET
+
+import numpy as np
+
+Point = tuple[float, float]
+# Where along x, and the text shown there.
+Hover = tuple[float, str]
+T = TypeVar("T")
+
+NUM_COLORS = 6
+# More dots than this are drawn small.
+CROWD = 250
+# Values beyond this are left out: their ticks would be noise.
+LARGEST_VALUE = 1e15
+# Characters that XML does not allow, lone surrogates among them.
+FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+@dataclass(frozen=True)
+class Line:
+    """A curve; a faint one is noise behind a bold one, and its outliers do not set the scale."""
+
+    points: Sequence[Point]
+    color: int = 0
+    faint: bool = False
+
+
+@dataclass(frozen=True)
+class Dot:
+    """A point that says its name under the pointer."""
+
+    x: float
+    y: float
+    title: str
+    color: int = 0
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A labelled level across a chart."""
+
+    y: float
+    label: str
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A share of a bar."""
+
+    value: float
+    title: str
+    color: int = 0
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A row: its label, its value in words, and segments that lie end to end."""
+
+    label: str
+    value_text: str
+    segments: Sequence[Segment]
+
+
+@dataclass(frozen=True)
+class Labels:
+    """What the axes measure."""
+
+    x: str
+    y: str
+
+
+@dataclass(frozen=True)
+class Scale:
+    """An interval of values laid over an axis."""
+
+    low: float
+    high: float
+
+    def share(self, value: float) -> float:
+        """Where `value` lies: 0 at the low end, 1 at the high one."""
+        return (value - self.low) / (self.high - self.low)
+
+
+def can_plot(value: float) -> bool:
+    """Finite and of a size that has a place on an axis."""
+    return math.isfinite(value) and abs(value) <= LARGEST_VALUE
+
+
+def scale_of(values: Sequence[float]) -> Scale:
+    """The interval of all values that can be plotted; never empty."""
+    kept = [v for v in values if can_plot(v)] or [0.0, 1.0]
+    low, high = min(kept), max(kept)
+    least = 1e-9 * max(1.0, abs(low), abs(high))
+    return Scale(low, high) if high - low > least else Scale(low - 0.5 * least, high + 0.5 * least)
+
+
+def widen(scale: Scale, height: int) -> Scale:
+    """The scale out to the whole ticks of a chart of this height."""
+    step = tick_step(scale, num_rows(height))
+    low, high = math.floor(scale.low / step) * step, math.ceil(scale.high / step) * step
+    return Scale(min(low, scale.low), max(high, scale.high))
+
+
+def tick_step(scale: Scale, num_ticks: int = 6) -> float:
+    """The least of 1, 2 or 5 times a power of ten with no more than `num_ticks` intervals."""
+    rough = (scale.high - scale.low) / num_ticks
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next(m * power for m in (1, 2, 5, 10) if m * power >= rough * (1 - 1e-9))
+
+
+def nice_ticks(scale: Scale, num_ticks: int = 6) -> list[float]:
+    """Round values inside the scale, at most `num_ticks` + 1."""
+    step = tick_step(scale, num_ticks)
+    first, last = math.ceil(scale.low / step - 1e-6), math.floor(scale.high / step + 1e-6)
+    return [i * step for i in range(first, last + 1)]
+
+
+def num_rows(height: int) -> int:
+    """Intervals between grid lines that a chart of this height has room for."""
+    return max(2, height // 50)
+
+
+def tick_text(value: float, step: float) -> str:
+    """A tick in the digits its step needs, long ones in millions (M) or billions (G)."""
+    for unit, suffix in ((1e9, "G"), (1e6, "M")):
+        if value and step >= unit / 10:
+            return f"{value / unit:,.{_decimals(step / unit)}f}{suffix}"
+    return f"{value:,.{_decimals(step)}f}" if value else "0"
+
+
+def _decimals(step: float) -> int:
+    return min(12, max(0, -math.floor(math.log10(step) + 1e-9)))
+
+
+def thin(items: Sequence[T], limit: int) -> list[T]:
+    """At most `limit` items, evenly spaced, both ends kept."""
+    if len(items) <= limit:
+        return list(items)
+    return [items[i] for i in np.linspace(0, len(items) - 1, limit).astype(int)]
+
+
+def smooth(values: Sequence[float], horizon: float) -> list[float]:
+    """Exponential mean over about `horizon` values, free of start-up bias; gaps stay gaps."""
+    keep = 1 - 1 / max(horizon, 1.0)
+    total = weight = 0.0
+    means = []
+    for value in values:
+        if can_plot(value):
+            total, weight = keep * total + value, keep * weight + 1
+            means.append(total / weight)
+        else:
+            means.append(math.nan)
+    return means
+
+
+def line_chart(
+    lines: Sequence[Line], labels: Labels, hovers: Sequence[Hover] = (), height: int = 260
+) -> str:
+    """Curves over a common x, with what the pointer reads along it."""
+    x_scale = scale_of([x for line in lines for x, _ in line.points])
+    y_scale = widen(scale_of([y for line in lines for y in _levels(line)]), height)
+    chart = _frame(x_scale, y_scale, labels, height)
+    # A view of its own, stretched to the width: outliers are cut at its edge.
+    view = _add(chart, "svg", viewBox=f"0 0 1000 {height}", preserveAspectRatio="none")
+    view.attrib |= {"width": "100%", "height": str(height)}
+    for line in sorted(lines, key=lambda line: not line.faint):
+        for run in _unbroken(line.points):
+            places = [(1000 * x_scale.share(x), height * (1 - y_scale.share(y))) for x, y in run]
+            _add(
+                view,
+                "polyline",
+                points=" ".join(f"{x:.1f},{y:.1f}" for x, y in places),
+                class_=f"{'faint' if line.faint else 'bold'} c{line.color % NUM_COLORS}",
+            )
+    _add_hovers(chart, x_scale, hovers, height)
+    return _text(chart)
+
+
+def _levels(line: Line) -> list[float]:
+    kept = [y for _, y in line.points if can_plot(y)]
+    return np.quantile(kept, [0.01, 0.99]).tolist() if line.faint and kept else kept
+
+
+def _unbroken(points: Sequence[Point]) -> Iterator[list[Point]]:
+    run: list[Point] = []
+    for x, y in [*points, (math.nan, math.nan)]:
+        if can_plot(x) and can_plot(y):
+            run.append((x, y))
+        elif run:
+            # Twice the same point is a dot; once is nothing.
+            yield run if len(run) > 1 else run * 2
+            run = []
+
+
+def _add_hovers(chart: ET.Element, scale: Scale, hovers: Sequence[Hover], height: int) -> None:
+    places = [scale.share(x) for x, _ in hovers]
+    edges = [0.0, *((a + b) / 2 for a, b in pairwise(places)), 1.0]
+    for (_, title), (left, right) in zip(hovers, pairwise(edges), strict=False):
+        strip = _add(chart, "rect", class_="strip", y="0", height=str(height))
+        strip.attrib |= {"x": _percent(left), "width": _percent(max(right - left, 0))}
+        _add(strip, "title", title)
+
+
+def dot_plot(
+    dots: Sequence[Dot], labels: Labels, marks: Sequence[Mark] = (), height: int = 260
+) -> str:
+    """Named dots, with levels marked across."""
+    kept = [dot for dot in dots if can_plot(dot.x) and can_plot(dot.y)]
+    levels = [mark for mark in marks if can_plot(mark.y)]
+    crowded = len(kept) > CROWD
+    dot_radius = "1.5" if crowded else "2.5"
+    x_scale = scale_of([dot.x for dot in kept])
+    y_scale = widen(scale_of([dot.y for dot in kept] + [mark.y for mark in levels]), height)
+    chart = _frame(x_scale, y_scale, labels, height)
+    for dot in kept:
+        place = {"cx": _percent(x_scale.share(dot.x)), "cy": _pixels(dot.y, y_scale, height)}
+        # A ring around a dot: a second series stays visible where it agrees with the first.
+        kind, radius = ("ring", "4.5") if dot.color and not crowded else ("dot", dot_radius)
+        circle = _add(chart, "circle", class_=f"{kind} c{dot.color % NUM_COLORS}", r=radius)
+        circle.attrib |= place
+        _add(circle, "title", dot.title)
+    free = float(height)
+    for mark in sorted(levels, key=lambda mark: mark.y):
+        y = _pixels(mark.y, y_scale, height)
+        _add(chart, "line", class_="mark", x1="0", x2="100%", y1=y, y2=y)
+        # Labels of close levels step aside upwards.
+        free = min(float(y) - 6, free - 15)
+        _add(chart, "text", mark.label, class_="mark-label", x="6", y=f"{free:.1f}")
+    return _text(chart)
+
+
+def bar_chart(bars: Sequence[Bar], maximum: float = 0.0) -> str:
+    """Rows of bars on one scale from 0 to the longest, or to `maximum` where that is more."""
+    row_height = 40
+    totals = [sum(max(s.value, 0) for s in bar.segments if can_plot(s.value)) for bar in bars]
+    longest = max([*totals, maximum]) or 1.0
+    chart = ET.Element("svg", {"class": "chart", "height": str(row_height * len(bars))})
+    for row, bar in enumerate(bars):
+        top = row * row_height
+        _add(chart, "text", bar.label, class_="label", x="0", y=str(top + 13))
+        _add(chart, "text", bar.value_text, class_="value", x="100%", y=str(top + 13))
+        _add(chart, "rect", class_="track", y=str(top + 20), width="100%", height="8")
+        left = 0.0
+        for segment in bar.segments:
+            width = max(segment.value, 0) / longest if can_plot(segment.value) else 0.0
+            rect = _add(chart, "rect", class_=f"bar c{segment.color % NUM_COLORS}", height="8")
+            rect.attrib |= {"x": _percent(left), "y": str(top + 20), "width": _percent(width)}
+            _add(rect, "title", segment.title)
+            left += width
+    return _text(chart)
+
+
+def _frame(x_scale: Scale, y_scale: Scale, labels: Labels, height: int) -> ET.Element:
+    chart = ET.Element("svg", {"class": "chart framed", "height": str(height)})
+    for value in nice_ticks(y_scale, num_rows(height)):
+        y = _pixels(value, y_scale, height)
+        _add(chart, "line", class_="grid", x1="0", x2="100%", y1=y, y2=y)
+        text = tick_text(value, tick_step(y_scale, num_rows(height)))
+        _add(chart, "text", text, class_="y-tick", x="-8", y=y, dy="0.32em")
+    for value in nice_ticks(x_scale):
+        text = tick_text(value, tick_step(x_scale))
+        place = _percent(x_scale.share(value))
+        _add(chart, "text", text, class_="x-tick", x=place, y=str(height + 18))
+    _add(chart, "text", labels.y, class_="y-label", x="0", y="-12")
+    _add(chart, "text", labels.x, class_="x-label", x="100%", y=str(height + 36))
+    return chart
+
+
+def _add(parent: ET.Element, tag: str, text: str = "", **attributes: str) -> ET.Element:
+    # `class` is a word of Python's own.
+    child = ET.SubElement(parent, tag, {k.rstrip("_"): v for k, v in attributes.items()})
+    if text:
+        child.text = FORBIDDEN.sub("\ufffd", text)
+    return child
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3f}%"
+
+
+def _pixels(value: float, scale: Scale, height: int) -> str:
+    return f"{height * (1 - scale.share(value)):.1f}"
+
+
+def _text(chart: ET.Element) -> str:
+    return ET.tostring(chart, encoding="unicode")

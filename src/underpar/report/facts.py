@@ -1,0 +1,152 @@
+"""What the page says of a run, as plain values, and the arithmetic against xz."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+
+from underpar.score.ledger import Score
+
+Pairs = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One logged step: loss in nats per token, which may not be finite."""
+
+    step: int
+    loss: float
+    lr_scale: float
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class TensorSize:
+    """What one tensor takes in the artifact."""
+
+    name: str
+    shape: str
+    scheme: str
+    num_bytes: float
+    bits_per_weight: float
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Where the bytes go, the largest first."""
+
+    total_bytes: int
+    cap_bytes: int
+    model_file_bytes: int
+    num_weights: int
+    classes: tuple[tuple[str, float], ...]
+    tensors: tuple[TensorSize, ...]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The model against `xz -9` over the same text, each without the bytes of its program."""
+
+    text_bytes: int
+    bits: float
+    xz_bytes: int
+    artifact_bytes: int
+
+    @property
+    def xz_bpb(self) -> float:
+        """Bits per byte of xz."""
+        return 8 * self.xz_bytes / self.text_bytes
+
+    @property
+    def bpb(self) -> float:
+        """Bits per byte of the model, its own bytes left out."""
+        return self.bits / self.text_bytes
+
+    @property
+    def packed_bpb(self) -> float:
+        """Bits per byte with the artifact's own bytes added."""
+        return (self.bits + 8 * self.artifact_bytes) / self.text_bytes
+
+    @property
+    def break_even_bytes(self) -> int | None:
+        """Least text from which artifact and compressed text beat xz, if both rates hold."""
+        saved_bits = 8 * self.xz_bytes - self.bits
+        # Also false where the bits are not a number.
+        if not 0 < saved_bits < math.inf:
+            return None
+        return math.floor(8 * self.artifact_bytes * self.text_bytes / Fraction(saved_bits)) + 1
+
+
+@dataclass(frozen=True)
+class ScoreResult:
+    """One scoring method. Totals are summed from the ledger; the file's own are not read."""
+
+    score: Score
+    comparison: Comparison
+    artifact_sha256: str
+    data_identity: str
+    device: str
+
+
+@dataclass(frozen=True)
+class FindingRow:
+    """One rule of the audit."""
+
+    rule: str
+    verdict: str
+    summary: str
+    evidence: Pairs
+    seconds: float
+
+
+@dataclass(frozen=True)
+class AuditResult:
+    """All findings on one artifact."""
+
+    verdict: str
+    artifact_sha256: str
+    findings: tuple[FindingRow, ...]
+
+    def num_findings(self, verdict: str) -> int:
+        """Findings with this verdict."""
+        return sum(f.verdict == verdict for f in self.findings)
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """Everything the page says of one run; None or empty where a stage has not run."""
+
+    name: str
+    path: str
+    recipe_hash: str | None
+    about: Pairs
+    recipe: tuple[tuple[str, Pairs], ...]
+    steps: tuple[Step, ...]
+    sizes: Sizes | None
+    scores: dict[str, ScoreResult]
+    audit: AuditResult | None
+    artifact_sha256: str | None
+
+    def facts(self) -> Pairs:
+        """What run.json says, then the identities that the results name."""
+        rows = [("folder", self.path), *self.about]
+        if self.artifact_sha256:
+            rows.append(("artifact sha256", self.artifact_sha256))
+        for method, result in self.scores.items():
+            rows.append((f"score {method}, artifact sha256", result.artifact_sha256))
+            rows.append((f"score {method}, data identity", result.data_identity))
+            rows.append((f"score {method}, device", result.device))
+        if self.audit:
+            rows.append(("audit, artifact sha256", self.audit.artifact_sha256))
+        return tuple(rows)
+
+    def stale_files(self) -> list[str]:
+        """Results that belong to another artifact than the one in the folder."""
+        claims = {f"score-{m}.json": s.artifact_sha256 for m, s in self.scores.items()}
+        if self.audit:
+            claims["audit.json"] = self.audit.artifact_sha256
+        # Without the artifact at hand, results can still be held against each other.
+        own = self.artifact_sha256 or next(iter(claims.values()), None)
+        return [name for name, identity in claims.items() if identity != own]

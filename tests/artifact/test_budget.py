@@ -1,0 +1,58 @@
+"""The budget: every byte accounted for, the cap enforced, forecasts close."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from conftest import TinyRun
+
+from underpar import pipeline
+from underpar.artifact.budget import read_budget
+from underpar.errors import ArtifactError
+from underpar.recipe import load_recipe
+from underpar.run import RunFolder
+from underpar.submit.bundle import bundle
+
+
+def test_the_parts_add_up_to_the_file_and_the_code(tiny_run: TinyRun) -> None:
+    data = tiny_run.folder.artifact_file.read_bytes()
+    budget = read_budget(data, code_bytes=1000, cap_bytes=10**6)
+    assert budget.model_file_bytes == len(data)
+    assert budget.total_bytes == len(data) + 1000
+    assert sum(budget.classes.values()) == budget.total_bytes
+    assert budget.num_weights == json.loads(tiny_run.folder.about_file.read_text())["num_weights"]
+    assert {"code", "tokenizer", "header", "embedding", "attn", "mlp", "levers"} <= set(budget.classes)
+
+
+def test_the_reported_size_is_the_size_on_disk(tiny_run: TinyRun) -> None:
+    reported = json.loads(tiny_run.folder.budget_file.read_text())
+    on_disk = tiny_run.folder.artifact_file.stat().st_size
+    assert reported["model_file_bytes"] == on_disk
+    assert reported["total_bytes"] == on_disk + len(bundle(tiny_run.recipe))
+
+
+def test_nothing_over_the_cap_is_written(tiny_run: TinyRun, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for name in ("recipe_file", "weights_file", "tokenizer_file"):
+        source, target = getattr(tiny_run.folder, name), getattr(folder, name)
+        target.write_bytes(source.read_bytes())
+    with pytest.raises(ArtifactError, match="over the cap of 50000"):
+        pipeline.pack_run(folder, cap_bytes=50_000)
+    assert not folder.artifact_file.exists()
+    pipeline.pack_run(folder)
+    assert folder.artifact_file.read_bytes() == tiny_run.folder.artifact_file.read_bytes()
+
+
+def test_a_forecast_is_close_to_the_packed_size(tiny_run: TinyRun) -> None:
+    forecast = pipeline.forecast_size(tiny_run.recipe, tiny_run.folder.tokenizer_file)
+    assert forecast.model_file_bytes == pytest.approx(
+        tiny_run.folder.artifact_file.stat().st_size, rel=0.05
+    )
+
+
+@pytest.mark.slow
+def test_the_full_size_baseline_fits_the_cap() -> None:
+    budget = pipeline.forecast_size(load_recipe("baseline"))
+    budget.enforce()
+    assert budget.total_bytes > 0.95 * budget.cap_bytes

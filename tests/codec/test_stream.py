@@ -1,0 +1,157 @@
+"""The codec: any bytes come back; damage, strangers and other machines are refused."""
+
+import dataclasses
+import hashlib
+import os
+
+import numpy as np
+import pytest
+import torch
+from conftest import TinyRun
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from underpar.codec import stream
+from underpar.codec.lanes import decode_documents, encode_documents
+from underpar.codec.stream import CODED, STORED, Codec, code_documents, read_header
+from underpar.data.folder import load_data
+from underpar.errors import CodecError
+from underpar.pipeline import open_codec
+from underpar.runtime import Runtime
+
+TEXT = "It was a bright cold day in April, and the clocks were striking thirteen.\n" * 8
+
+
+@pytest.fixture(scope="module")
+def codec(tiny_run: TinyRun, runtime: Runtime) -> Codec:
+    return open_codec(tiny_run.folder.artifact_file, runtime)
+
+
+@pytest.fixture(scope="module")
+def compressed(codec: Codec) -> bytes:
+    return codec.compress(TEXT.encode())
+
+
+def non_english(num_bytes: int) -> bytes:
+    """Text in five scripts that the tokenizer has never seen."""
+    rng = np.random.default_rng(0)
+    blocks = (0x0400, 0x0590, 0x0900, 0x3040, 0x4E00)
+    words = []
+    while sum(map(len, words)) < num_bytes:
+        block = blocks[rng.integers(len(blocks))]
+        letters = rng.integers(block, block + 60, rng.integers(2, 9))
+        words.append("".join(map(chr, letters)))
+    return " ".join(words).encode()[:num_bytes]
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.one_of(st.binary(max_size=80), st.text(max_size=60).map(lambda s: s.encode("utf-8", "replace"))))
+def test_any_bytes_come_back(codec: Codec, data: bytes) -> None:
+    assert codec.decompress(codec.compress(data)) == data
+
+
+@pytest.mark.parametrize("data", [b"", b"\x00", os.urandom(300), b"\xff\xfe" * 50, TEXT.encode()])
+def test_edges_come_back(codec: Codec, data: bytes) -> None:
+    assert codec.decompress(codec.compress(data)) == data
+
+
+def test_64_kb_of_non_english_text(codec: Codec) -> None:
+    data = non_english(65_536)
+    assert len(data) == 65_536
+    assert codec.decompress(codec.compress(data)) == data
+
+
+@pytest.mark.slow
+def test_1_mb_of_non_english_text(codec: Codec) -> None:
+    data = non_english(1_000_000)
+    assert codec.decompress(codec.compress(data)) == data
+
+
+def test_text_shrinks_and_noise_is_stored(codec: Codec, compressed: bytes) -> None:
+    header, payload = read_header(compressed)
+    assert header.method == CODED
+    assert len(payload) < 0.6 * len(TEXT)
+    noise = os.urandom(500)
+    header, payload = read_header(codec.compress(noise))
+    assert (header.method, payload) == (STORED, noise)
+
+
+@pytest.mark.parametrize("num_lanes", [1, 2, 3, 7])
+def test_any_number_of_lanes_and_documents(codec: Codec, num_lanes: int) -> None:
+    documents = [codec.tokenizer.encode(TEXT[:n].encode()) for n in (30, 1, 200, 5, 77)]
+    documents.append(np.empty(0, dtype=np.int64))
+    payload = encode_documents(codec.predictor, documents, num_lanes, 1)
+    decoded = decode_documents(codec.predictor, payload, len(documents), num_lanes, 1, 10_000)
+    assert decoded == [d.tolist() for d in documents]
+
+
+def test_coded_bits_are_scored_bits(codec: Codec, tiny_run: TinyRun) -> None:
+    shard = load_data(tiny_run.data).val
+    documents = [np.array(shard.doc(i), dtype=np.int64) for i in range(shard.num_documents)]
+    from underpar.data.loader import pack_documents
+
+    batch, _ = pack_documents(documents, 1, codec.predictor.context)
+    scored = float(codec.predictor.nll(batch).double().sum()) / np.log(2)
+    assert code_documents(codec, documents) == pytest.approx(scored, rel=0.001)
+
+
+@pytest.mark.parametrize("place", [0, 4, 6, 14, 20, 30, 36, 45, -1, -20])
+def test_a_flipped_bit_is_refused(codec: Codec, compressed: bytes, place: int) -> None:
+    damaged = bytearray(compressed)
+    damaged[place] ^= 4
+    with pytest.raises(CodecError):
+        codec.decompress(bytes(damaged))
+
+
+@pytest.mark.parametrize("keep", [0, 10, 40, -3])
+def test_a_cut_file_is_refused(codec: Codec, compressed: bytes, keep: int) -> None:
+    with pytest.raises(CodecError):
+        codec.decompress(compressed[:keep])
+
+
+def test_a_damaged_stored_file_is_refused(codec: Codec) -> None:
+    stored = codec.compress(os.urandom(100))
+    with pytest.raises(CodecError, match="differs from the original"):
+        codec.decompress(stored[:-1] + bytes([stored[-1] ^ 1]))
+
+
+def test_a_foreign_file_is_refused(codec: Codec) -> None:
+    with pytest.raises(CodecError, match="wrong magic"):
+        codec.decompress(b"\x89PNG" + bytes(100))
+
+
+def test_another_artifact_is_refused(codec: Codec, compressed: bytes) -> None:
+    other = dataclasses.replace(codec, identity=hashlib.sha256(b"other").hexdigest())
+    with pytest.raises(CodecError, match="artifact it was made with"):
+        other.decompress(compressed)
+
+
+def test_another_machine_is_refused_but_may_try(
+    codec: Codec, compressed: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "fingerprint", lambda device: "torch 9.9 elsewhere")
+    with pytest.raises(CodecError, match=r"torch 9\.9 elsewhere.*--any-machine"):
+        codec.decompress(compressed)
+    assert codec.decompress(compressed, any_machine=True) == TEXT.encode()
+
+
+def test_an_encoder_that_cannot_decode_does_not_report_success(
+    codec: Codec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Codec, "_checked", lambda self, header, raw: b"something else")
+    with pytest.raises(CodecError, match="nothing was written"):
+        codec.compress(TEXT.encode())
+
+
+def test_a_header_that_claims_too_little_text_is_refused(codec: Codec, compressed: bytes) -> None:
+    header, payload = read_header(compressed)
+    short = dataclasses.replace(header, num_bytes=3)
+    with pytest.raises(CodecError, match="more text than its header"):
+        codec.decompress(short.to_bytes() + payload)
+
+
+def test_probabilities_of_a_step_are_whole(codec: Codec) -> None:
+    from underpar.codec.lanes import probabilities
+
+    log_probs = codec.predictor.stepper(3).step(torch.tensor([1, 1, 1]))
+    np.testing.assert_allclose(probabilities(log_probs).sum(axis=1), 1.0, rtol=1e-12)

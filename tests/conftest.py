@@ -1,0 +1,74 @@
+"""What many tests share: a small data folder and one tiny trained, packed and scored run."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from underpar import pipeline
+from underpar.data.build import build_data
+from underpar.data.corpus import demo_corpus, read_documents
+from underpar.recipe import Recipe, load_recipe
+from underpar.run import RunFolder
+from underpar.runtime import Runtime
+
+CPU = Runtime(torch.device("cpu"))
+
+# Tiny models gain nothing from threads, and tests that run side by side lose by them.
+torch.set_num_threads(1)
+
+
+@dataclass(frozen=True)
+class TinyRun:
+    """A run of baseline+cpu with every lever in the table, scored with and without adaptation."""
+
+    recipe: Recipe
+    data: Path
+    folder: RunFolder
+
+
+@pytest.fixture(scope="session")
+def corpus_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Ninety short real documents as .jsonl."""
+    documents = read_documents([demo_corpus()])
+    texts = [next(documents).text[:2000] for _ in range(90)]
+    path = tmp_path_factory.mktemp("corpus") / "docs.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_recipe() -> Recipe:
+    """Tiny dimensions, the baseline's levers and a model lever."""
+    return load_recipe("baseline+cpu", ["levers.qk_gain=true"])
+
+
+@pytest.fixture(scope="session")
+def tiny_data(
+    tiny_recipe: Recipe, corpus_file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A data folder for `tiny_recipe`, a tenth or so of it held out."""
+    out = tmp_path_factory.mktemp("data") / "tiny"
+    build_data([corpus_file], out, tiny_recipe.model.vocab_size, tiny_recipe.data.holdout)
+    return out
+
+
+@pytest.fixture(scope="session")
+def tiny_run(
+    tiny_recipe: Recipe, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> TinyRun:
+    """Trained, packed and scored; shared, so tests must not change it (copy it first)."""
+    folder = RunFolder(tmp_path_factory.mktemp("runs") / "tiny")
+    assert pipeline.train_run(tiny_recipe, tiny_data, folder, CPU)
+    pipeline.pack_run(folder)
+    for adapt in (False, True):
+        pipeline.score_artifact(folder.artifact_file, tiny_data, CPU, adapt)
+    return TinyRun(tiny_recipe, tiny_data, folder)
+
+
+@pytest.fixture(scope="session")
+def runtime() -> Runtime:
+    """One CPU rank."""
+    return CPU

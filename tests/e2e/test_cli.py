@@ -1,0 +1,176 @@
+"""The command line as a user meets it: every verb, JSON for machines, one line for mistakes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import TinyRun
+from typer.testing import CliRunner
+
+from underpar.cli import app
+
+VERBS = (
+    "demo recipe data train pack score audit compress decompress generate report bench compare "
+    "size doctor"
+).split()
+
+
+def run(*words: object) -> str:
+    """Standard output of a command that must succeed."""
+    result = CliRunner().invoke(app, [str(w) for w in words], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def run_json(*words: object) -> dict[str, object]:
+    parsed: dict[str, object] = json.loads(run(*words, "--json"))
+    return parsed
+
+
+def fails(*words: object) -> str:
+    """The one line of a command that must be refused with exit code 2."""
+    process = subprocess.run(
+        [sys.executable, "-m", "underpar", *map(str, words)], capture_output=True, text=True
+    )
+    assert process.returncode == 2, process.stderr
+    assert "Traceback" not in process.stderr
+    return process.stderr
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_teaches(verb: str) -> None:
+    text = run(verb, "--help")
+    assert "--help" in text
+    assert len(text.splitlines()) > 5
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    code = "import sys; from underpar.cli import app; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_recipes() -> None:
+    assert "baseline" in run_json("recipe", "list")
+    shown = run_json("recipe", "show", "baseline+cpu", "--set", "train.seed=9")
+    assert shown["train"]["seed"] == 9  # type: ignore[index]
+    assert "[train]" in run("recipe", "show", "demo")
+
+
+def test_the_whole_road(corpus_file: Path, tmp_path: Path) -> None:
+    data, folder = tmp_path / "data", tmp_path / "run"
+    sizes = ("--set", "model.vocab_size=512")
+    assert run_json("data", "build", corpus_file, "--out", data, *sizes)["format"] == 1
+    assert "val" in run_json("data", "inspect", data)
+    steps = ("--set", "train.budget_steps=6")
+    trained = run_json("train", "baseline+cpu", "--data", data, "--out", folder, *steps)
+    assert (trained["finished"], trained["step"]) == (True, 6)
+    packed = run_json("pack", folder)
+    artifact = folder / "model.upar"
+    assert packed["model_file_bytes"] == artifact.stat().st_size
+    plain = run_json("score", artifact, "--data", data, "--device", "cpu")
+    adapted = run_json("score", artifact, "--data", data, "--adapt", "--device", "cpu")
+    assert (plain["method"], adapted["method"]) == ("plain", "adapt")
+    audited = run_json("audit", folder, "--code-tokens", 500, "--device", "cpu")
+    assert audited["verdict"] == "pass"
+    (tmp_path / "in.txt").write_text("The quick brown fox. " * 20)
+    run_json("compress", artifact, tmp_path / "in.txt", tmp_path / "out.upz")
+    run_json("decompress", artifact, tmp_path / "out.upz", tmp_path / "back.txt")
+    assert (tmp_path / "back.txt").read_bytes() == (tmp_path / "in.txt").read_bytes()
+    written = run_json("generate", artifact, "The", "--max-tokens", 5, "--seed", 1)
+    assert run("generate", artifact, "The", "--max-tokens", 5, "--seed", 1) == (
+        f"The{written['text']}\n"
+    )
+    page = Path(str(run_json("report", folder)["report"])).read_text()
+    assert f"{plain['bpb']:.4f}" in page
+
+
+def test_a_failed_audit_exits_with_one(tiny_run: TinyRun, tmp_path: Path) -> None:
+    import shutil
+
+    folder = tmp_path / "run"
+    shutil.copytree(tiny_run.folder.path, folder)
+    path = folder / "score-plain.json"
+    stored = json.loads(path.read_text())
+    stored["ledger"][0]["bits"] *= 0.5
+    stored["bits"] = sum(e["bits"] for e in stored["ledger"])
+    path.write_text(json.dumps(stored))
+    words = ["audit", str(folder), "--code-tokens", "200", "--device", "cpu", "--json"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["verdict"] == "fail"
+
+
+def test_size_forecasts_and_enforces() -> None:
+    assert run_json("size", "cpu")["total_bytes"] < 16_000_000  # type: ignore[operator]
+    assert "over the cap" in fails("size", "cpu", "--set", "limits.cap_bytes=1000")
+
+
+def test_doctor() -> None:
+    facts = run_json("doctor", "--device", "cpu")
+    assert facts["attention"]["reference"] == "yes"  # type: ignore[index]
+    assert facts["matmul_gflops"] > 0  # type: ignore[operator]
+
+
+def test_bench_runs_and_lists() -> None:
+    assert "coder" in run_json("bench", "list")
+    options = ("--quads", 4, "--block-seconds", 0.02, "--warmup-seconds", 0.05, "--device", "cpu")
+    for name in ("coder", "muon", "attention"):
+        result = run_json("bench", name, *options)
+        assert result["verdict"] in ("faster", "slower", "no difference shown", "refused")
+
+
+def test_compare_numbers_and_runs(tiny_run: TinyRun) -> None:
+    words = ["compare", "1.0574", "1.0573", "1.0581", "--with", "1.0561", "--with", "1.0566"]
+    result = run_json(*words, "--with", "1.0568")
+    assert result["gain_bpb"] == pytest.approx(0.0011, abs=1e-4)
+    assert "lower bits per byte" in run(*words)
+    folder = tiny_run.folder.path
+    mixed = run_json("compare", folder, folder / "score-adapt.json", "--with", folder, "--with", "3.0")
+    assert len(mixed["tests"]) == 2  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["train", "demo", "--data", "nowhere"], "nowhere"),
+        (["train", "demmo", "--data", "x"], "'demo'"),
+        (["pack", "nowhere"], "underpar train"),
+        (["score", "nowhere.upar", "--data", "x"], "nowhere.upar"),
+        (["audit", "nowhere"], "underpar pack"),
+        (["generate", __file__], "wrong magic"),
+        (["data", "build", "nowhere.txt", "--out", "x"], "nowhere.txt"),
+        (["data", "inspect", "nowhere"], "nowhere"),
+        (["report", "nowhere"], "nowhere"),
+        (["bench", "codr"], "'coder'"),
+        (["compare", "abc", "--with", "1.0"], "abc"),
+        (["compare", "1.0", "--with", "1.0"], "2"),
+        (["doctor", "--device", "tpu"], "tpu"),
+        (["recipe", "show", "demo", "--set", "levers.emma=true"], "'ema'"),
+        (["nonsense"], "nonsense"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_two(words: list[str], part: str, tmp_path: Path) -> None:
+    process = subprocess.run(
+        [sys.executable, "-m", "underpar", *words],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"COLUMNS": "200"},
+    )
+    assert process.returncode == 2, process.stderr
+    assert part in process.stderr
+    assert "Traceback" not in process.stderr
+    if words != ["nonsense"]:
+        assert len(process.stderr.strip().splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_compressing_with_a_missing_input_writes_nothing(tiny_run: TinyRun, tmp_path: Path) -> None:
+    out = tmp_path / "out.upz"
+    assert "nowhere" in fails("compress", tiny_run.folder.artifact_file, tmp_path / "nowhere", out)
+    assert not out.exists()
+
+

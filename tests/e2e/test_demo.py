@@ -1,0 +1,52 @@
+"""The demo: small in the suite, whole (and better than xz) under the mark slow."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from underpar.demo import fresh_run, run_demo
+from underpar.errors import UnderparError
+from underpar.recipe import load_recipe
+from underpar.run import RunFolder
+
+SMALL = ["train.budget_seconds=0", "train.budget_steps=5", "model.num_layers=1", "model.dim=64"]
+SMALL += ["model.num_heads=2", "model.num_kv_heads=1", "model.mlp_dim=64", "model.rope_dims=8"]
+
+
+def test_a_small_demo_runs_every_stage(tmp_path: Path) -> None:
+    result = run_demo(load_recipe("demo", SMALL), tmp_path, quiet=True)
+    assert result["audit"] == "pass"
+    assert (tmp_path / "document.back").read_bytes() == (tmp_path / "document.txt").read_bytes()
+    assert Path(result["report"]).read_text().startswith("<!doctype html>")
+    assert result["text"]
+
+
+def test_a_finished_demo_makes_way_and_an_interrupted_one_stays(tmp_path: Path) -> None:
+    recipe = load_recipe("demo", SMALL)
+    folder = RunFolder(tmp_path / "run")
+    folder.write_recipe(recipe)
+    folder.checkpoint_file.write_bytes(b"state")
+    fresh_run(folder.path, recipe)
+    assert folder.checkpoint_file.exists()
+    fresh_run(folder.path, load_recipe("demo"))
+    assert not folder.path.exists()
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "precious.txt").write_text("mine")
+    with pytest.raises(UnderparError, match="not a run folder"):
+        fresh_run(other, recipe)
+
+
+@pytest.mark.slow
+def test_the_demo_needs_15_percent_fewer_bits_than_xz(tmp_path: Path) -> None:
+    # In a process of its own: the suite's single thread is not what a user has.
+    words = [sys.executable, "-m", "underpar", "demo", "--out", str(tmp_path), "--json"]
+    process = subprocess.run(words, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    result = json.loads(process.stdout)
+    assert result["audit"] == "pass"
+    assert result["plain"]["percent_of_xz"] <= 85
+    assert result["adapted"]["bpb"] < result["plain"]["bpb"]

@@ -1,0 +1,83 @@
+"""The counted code: a closure without strangers, that runs by itself and gives the same score."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import TinyRun
+
+from underpar.recipe import load_recipe
+from underpar.submit.bundle import bundle, imported_modules, module_closure, strip
+
+SOURCE = '''"""Doc."""
+from typing import TYPE_CHECKING
+import underpar.errors
+if TYPE_CHECKING:
+    from underpar.cli import main
+
+
+def f(x):
+    """Doc."""
+    # why
+    from underpar.recipe import Recipe
+    assert x, "kept"
+    return "text # kept"
+
+
+class C:
+    """Doc."""
+'''
+
+
+def test_stripping_keeps_the_code_and_drops_the_words() -> None:
+    stripped = strip(SOURCE)
+    assert "Doc" not in stripped
+    assert "# why" not in stripped
+    assert "text # kept" in stripped
+    assert "assert x" in stripped
+    assert ast.dump(ast.parse(strip(stripped))) == ast.dump(ast.parse(stripped))
+
+
+def test_imports_for_type_checking_are_not_followed() -> None:
+    assert set(imported_modules(SOURCE)) == {"underpar.errors", "underpar.recipe"}
+
+
+def test_the_closure_holds_the_scoring_path_and_no_more() -> None:
+    closure = module_closure(["underpar.submit.entry"])
+    assert {"underpar", "underpar.score.score", "underpar.model.gpt", "underpar.build"} <= closure
+    parts = {name.split(".")[1] for name in closure if "." in name}
+    assert not parts & {"cli", "lab", "report", "audit", "pipeline", "api", "console", "codec"}
+    assert not any(name.startswith("underpar.levers.") for name in closure)
+
+
+def test_a_bundle_carries_the_levers_of_its_recipe() -> None:
+    with_lever = load_recipe("baseline", ["levers.qk_gain=true"])
+    assert len(bundle(with_lever)) > len(bundle(load_recipe("baseline")))
+    assert bundle(with_lever) == bundle(with_lever)
+
+
+@pytest.mark.parametrize("adapt", [[], ["adapt"]], ids=["plain", "adapt"])
+def test_the_bundle_scores_from_an_empty_folder(
+    tiny_run: TinyRun, tmp_path: Path, adapt: list[str]
+) -> None:
+    script = tmp_path / "score.py"
+    script.write_bytes(bundle(tiny_run.recipe))
+    compile(script.read_text(), "score.py", "exec")
+    # -P and a bare path keep the installed package out of reach; -v names what was imported.
+    words = [str(script), str(tiny_run.folder.artifact_file.resolve()), str(tiny_run.data), *adapt]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
+    result = subprocess.run(
+        [sys.executable, "-v", *words], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    ours = json.loads(result.stdout)
+    method = "adapt" if adapt else "plain"
+    stored = json.loads(tiny_run.folder.score_file(method).read_text())
+    assert ours["bits"] == pytest.approx(stored["bits"], rel=1e-6)
+    loaded = [line for line in result.stderr.splitlines() if "underpar/score/score.py" in line]
+    assert loaded
+    assert not any("src/underpar" in line for line in loaded), "the installed copy ran"

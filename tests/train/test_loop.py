@@ -1,0 +1,136 @@
+"""The loop: budgets, kill and resume with equal losses, signals, ranks."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from underpar import pipeline
+from underpar.errors import RecipeError, RunError
+from underpar.recipe import load_recipe, to_toml
+from underpar.run import RunFolder
+from underpar.runtime import Runtime
+from underpar.train.checkpoint import read_tensors
+
+STEPS = 12
+OVERRIDES = [f"train.budget_steps={STEPS}", "train.checkpoint_seconds=0"]
+
+
+def losses(folder: RunFolder) -> list[float]:
+    lines = list(folder.metrics())
+    assert [m["step"] for m in lines] == list(range(1, len(lines) + 1))
+    return [m["loss"] for m in lines]
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory, runtime: Runtime) -> RunFolder:
+    """An uninterrupted run."""
+    folder = RunFolder(tmp_path_factory.mktemp("whole"))
+    assert pipeline.train_run(load_recipe("baseline+cpu", OVERRIDES), tiny_data, folder, runtime)
+    return folder
+
+
+def command(folder: RunFolder, data: Path, *options: str) -> list[str]:
+    sets = [word for override in OVERRIDES for word in ("--set", override)]
+    out = ["--data", str(data), "--out", str(folder.path), "--device", "cpu", "--json"]
+    return ["-m", "underpar", "train", "baseline+cpu", *out, *sets, *options]
+
+
+def environment() -> dict[str, str]:
+    # Bit for bit needs the same number of threads on both sides.
+    return os.environ | {"OMP_NUM_THREADS": "1"}
+
+
+def test_a_step_budget_is_met_exactly_and_learns(whole: RunFolder) -> None:
+    curve = losses(whole)
+    assert len(curve) == STEPS
+    assert curve[-1] < curve[0] - 0.5
+    assert whole.weights_file.exists()
+
+
+@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_run_resumes_with_the_same_losses(
+    sig: signal.Signals, whole: RunFolder, tiny_data: Path, tmp_path: Path
+) -> None:
+    folder = RunFolder(tmp_path)
+    words = [sys.executable, *command(folder, tiny_data)]
+    process = subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE)
+    deadline = time.monotonic() + 60
+    while len(list(folder.metrics())) < 4 and time.monotonic() < deadline:
+        time.sleep(0.005)
+    process.send_signal(sig)
+    process.communicate()
+    assert not folder.weights_file.exists()
+    if sig == signal.SIGTERM:
+        assert process.returncode == 0
+    subprocess.run(words, env=environment(), check=True, stdout=subprocess.DEVNULL)
+    assert losses(folder) == losses(whole)
+    ours, theirs = (read_tensors(f.weights_file)[0] for f in (folder, whole))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_two_ranks_train_like_one(whole: RunFolder, tiny_data: Path, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    subprocess.run(
+        [*launcher, *command(folder, tiny_data)],
+        env=environment(),
+        check=True,
+        capture_output=True,
+    )
+    assert losses(folder) == pytest.approx(losses(whole), abs=1e-4)
+
+
+def test_a_finished_run_is_not_trained_again(
+    whole: RunFolder, tiny_data: Path, runtime: Runtime
+) -> None:
+    before = whole.metrics_file.read_text()
+    assert pipeline.train_run(load_recipe("baseline+cpu", OVERRIDES), tiny_data, whole, runtime)
+    assert whole.metrics_file.read_text() == before
+
+
+def test_another_recipe_is_refused_in_the_same_folder(
+    whole: RunFolder, tiny_data: Path, runtime: Runtime
+) -> None:
+    with pytest.raises(RunError, match="choose another --out"):
+        pipeline.train_run(load_recipe("baseline+cpu"), tiny_data, whole, runtime)
+
+
+def test_a_wrong_vocabulary_is_refused(
+    tiny_data: Path, tmp_path: Path, runtime: Runtime
+) -> None:
+    recipe = load_recipe("baseline+cpu", ["model.vocab_size=600"])
+    with pytest.raises(RecipeError, match="600.*512"):
+        pipeline.train_run(recipe, tiny_data, RunFolder(tmp_path), runtime)
+
+
+def test_ranks_must_share_the_batch(tiny_data: Path, tmp_path: Path) -> None:
+    recipe = load_recipe("baseline+cpu", OVERRIDES)
+    trainer = pipeline.make_trainer(
+        recipe, pipeline.load_data(tiny_data), RunFolder(tmp_path), Runtime(torch.device("cpu"), 0, 3)
+    )
+    with pytest.raises(RecipeError, match="3 ranks"):
+        next(trainer.batches())
+
+
+def test_the_stored_recipe_is_the_resolved_one(whole: RunFolder) -> None:
+    assert whole.recipe_file.read_text() == to_toml(load_recipe("baseline+cpu", OVERRIDES))
+    about = json.loads(whole.about_file.read_text())
+    assert about["recipe_hash"] == load_recipe("baseline+cpu", OVERRIDES).hash
+
+
+def test_a_time_budget_ends_within_a_step(
+    tiny_data: Path, tmp_path: Path, runtime: Runtime
+) -> None:
+    recipe = load_recipe("baseline+cpu", ["train.budget_steps=0", "train.budget_seconds=0.5"])
+    folder = RunFolder(tmp_path)
+    assert pipeline.train_run(recipe, tiny_data, folder, runtime)
+    lines = list(folder.metrics())
+    assert lines[-1]["seconds"] >= 0.5
+    assert all(m["seconds"] < 0.5 for m in lines[:-1])
