@@ -1,12 +1,12 @@
 """What many tests share: a small data folder and one tiny trained, packed and scored run."""
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
+from tiny import TinyRun
 from underpar import pipeline
 from underpar.data.build import build_data
 from underpar.data.corpus import demo_corpus, read_documents
@@ -18,15 +18,6 @@ CPU = Runtime(torch.device("cpu"))
 
 # Tiny models gain nothing from threads, and tests that run side by side lose by them.
 torch.set_num_threads(1)
-
-
-@dataclass(frozen=True)
-class TinyRun:
-    """A run of baseline+cpu with every lever in the table, scored with and without adaptation."""
-
-    recipe: Recipe
-    data: Path
-    folder: RunFolder
 
 
 @pytest.fixture(scope="session")
@@ -42,7 +33,10 @@ def corpus_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_recipe() -> Recipe:
     """Tiny dimensions, the baseline's levers and a model lever."""
-    return load_recipe("baseline+cpu", ["levers.qk_gain=true"])
+    return load_recipe(
+        "baseline+cpu",
+        ["levers.qk_gain=true", "levers.smear.init=0.3", "levers.bigram.buckets=500"],
+    )
 
 
 @pytest.fixture(scope="session")

@@ -59,7 +59,7 @@ def test_the_hash_names_the_content() -> None:
         ("model.dim=big", ("model.dim", "'big'", "int")),
         ("model.dim=1.5", ("model.dim", "1.5")),
         ("model.dim=true", ("model.dim", "True")),
-        ("model.dim=100", ("100", "divide")),
+        ("model.dim=101", ("101", "divide")),
         ("model.rope_dims=7", ("rope_dims", "7")),
         ("train.budget_seconds=0", ("budget_seconds", "above 0")),
         ("train.warmdown=2", ("warmdown", "2")),
@@ -87,7 +87,7 @@ def test_levers_are_checked_where_they_are_known(override: str, word: str) -> No
 
 
 def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="basline.*'baseline'"):
+    with pytest.raises(RecipeError, match=r"basline.*'baseline'"):
         load_recipe("basline")
     with pytest.raises(RecipeError, match=r"nowhere\.toml"):
         load_recipe(str(tmp_path / "nowhere.toml"))

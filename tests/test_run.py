@@ -11,7 +11,9 @@ from underpar.recipe import load_recipe
 from underpar.run import RunFolder, write_atomic, write_json
 
 
-def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "file"
     write_atomic(path, b"old")
 

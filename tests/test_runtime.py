@@ -25,7 +25,7 @@ def test_the_guard_is_set_on_import() -> None:
 
 
 def test_an_unknown_device_is_refused_with_the_choices() -> None:
-    with pytest.raises(UnderparError, match="'tpu'.*cpu"):
+    with pytest.raises(UnderparError, match=r"'tpu'.*cpu"):
         open_runtime("tpu")
 
 

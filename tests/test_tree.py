@@ -43,7 +43,7 @@ OPTION_TABLES = {"cli"}
 
 
 def part_of(module: str) -> str:
-    return (module.split(".") + ["underpar"])[1] if "." in module else "underpar"
+    return module.split(".")[1] if "." in module else "underpar"
 
 
 def own_part(path: Path) -> str:
@@ -99,11 +99,13 @@ def test_the_readme_prints_the_tree() -> None:
     readme = (ROOT / "README.md").read_text()
     block = re.search(r"```\nsrc/underpar/\n(.*?)```", readme, re.DOTALL)
     assert block, "README has no tree"
-    named = re.findall(r"[\w/]+\.(?:py|toml|j2)", block[1])
+    named = re.findall(r"[\w/.]+\.(?:py|toml|j2)", block[1])
     here = [str(f.relative_to(SOURCE)) for f in FILES if f.name != "__init__.py"]
     here += [str(f.relative_to(SOURCE)) for f in SOURCE.rglob("*.toml")]
     folders = re.findall(r"^  (\w+)/", block[1], re.MULTILINE)
-    assert set(folders) == {p.name for p in SOURCE.iterdir() if p.is_dir() and p.name != "__pycache__"}
+    assert set(folders) == {
+        p.name for p in SOURCE.iterdir() if p.is_dir() and p.name != "__pycache__"
+    }
     missing = [f for f in here if Path(f).name not in {Path(n).name for n in named}]
     gone = [n for n in named if not any(f.name == Path(n).name for f in SOURCE.rglob("*"))]
     assert (missing, gone) == ([], [])

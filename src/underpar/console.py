@@ -72,5 +72,11 @@ def progress_bar(name: str, total: float, quiet: bool = False) -> Iterator[Bar]:
         TimeRemainingColumn(),
         TextColumn("{task.fields[remark]}"),
     )
-    with Progress(*columns, console=ERR, disable=quiet) as progress:
-        yield Bar(progress, name, total)
+    # Where nobody watches, a bar is noise in a log.
+    with Progress(*columns, console=ERR, disable=quiet or not ERR.is_terminal) as progress:
+        try:
+            yield Bar(progress, name, total)
+        except BaseException:
+            # The error line stands alone.
+            progress.live.transient = True
+            raise

@@ -70,9 +70,7 @@ def train_run(
         return make_trainer(recipe, data, folder, runtime).run(on_step)
 
 
-def make_trainer(
-    recipe: Recipe, data: DataFolder, folder: RunFolder, runtime: Runtime
-) -> Trainer:
+def make_trainer(recipe: Recipe, data: DataFolder, folder: RunFolder, runtime: Runtime) -> Trainer:
     """Model, loader and levers of a recipe, ready to run."""
     seed_everything(recipe.train.seed)
     part = recipe.train

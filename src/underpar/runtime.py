@@ -68,8 +68,6 @@ def open_runtime(device: str = "auto") -> Runtime:
         raise UnderparError(f"device {device!r} is not available here; choose from {usable}")
     if device == "cuda":
         torch.cuda.set_device(local)
-        # fp32 products may use TF32: masters stay fp32, as in every public recipe.
-        torch.set_float32_matmul_precision("high")
     where = f"cuda:{local}" if device == "cuda" else device
     return Runtime(torch.device(where), rank, world)
 

@@ -7,7 +7,7 @@ is a list resolved once when the model is built; an empty one costs nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from underpar.recipe import ModelSpec
 
-# attend(layer, q, k, v) -> output: where keys and values live is the caller's business.
-Attend = Callable[[int, "Tensor", "Tensor", "Tensor"], "Tensor"]
+# The token that begins every document, in every tokenizer here.
+BOS_ID = 1
 
 MODEL_SEAMS = ("embed", "qkv", "attn_out", "logits")
 
@@ -31,13 +31,26 @@ class LeverModule(Protocol):
         """The object whose methods are the hooks."""
 
 
+class Past(Protocol):
+    """Earlier tokens, wherever they live: in the same flat pack, or in a cache of lanes."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Causal attention of q (N, H, D) over the keys and values (N, K, D) so far."""
+
+    def previous(self, name: str, x: Tensor) -> Tensor:
+        """x (N, ...) one token earlier, zeros where there is none; `name` is the caller's own.
+
+        It may be another document's: mask it where a token is BOS_ID.
+        """
+
+
 class ModelHook(Protocol):
     """Model stage: an nn.Module with any of these, applied to each token on its own.
 
     Tensors are flat: tokens first. The same hooks run in training, scoring and stepping.
     """
 
-    def embed(self, x: Tensor, tokens: Tensor) -> Tensor:
+    def embed(self, x: Tensor, tokens: Tensor, past: Past) -> Tensor:
         """Change the embedded tokens (N, dim)."""
 
     def qkv(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import TinyRun
-
+from tiny import TinyRun
 from underpar import pipeline
 from underpar.artifact.budget import read_budget
 from underpar.errors import ArtifactError
@@ -22,7 +21,9 @@ def test_the_parts_add_up_to_the_file_and_the_code(tiny_run: TinyRun) -> None:
     assert budget.total_bytes == len(data) + 1000
     assert sum(budget.classes.values()) == budget.total_bytes
     assert budget.num_weights == json.loads(tiny_run.folder.about_file.read_text())["num_weights"]
-    assert {"code", "tokenizer", "header", "embedding", "attn", "mlp", "levers"} <= set(budget.classes)
+    assert {"code", "tokenizer", "header", "embedding", "attn", "mlp", "levers"} <= set(
+        budget.classes
+    )
 
 
 def test_the_reported_size_is_the_size_on_disk(tiny_run: TinyRun) -> None:

@@ -64,7 +64,9 @@ def test_a_bomb_is_refused_before_it_grows() -> None:
         unsqueeze(bomb, 1000)
 
 
-@pytest.mark.parametrize("bad", [b"", b"\xff" * 20, squeeze(b"text")[:-2], squeeze(b"text") + b"xx"])
+@pytest.mark.parametrize(
+    "bad", [b"", b"\xff" * 20, squeeze(b"text")[:-2], squeeze(b"text") + b"xx"]
+)
 def test_a_damaged_section_is_refused(bad: bytes) -> None:
     with pytest.raises(ArtifactError):
         unsqueeze(bad, 100)

@@ -59,7 +59,9 @@ def test_equals_sees_one_code() -> None:
 def packed(tiny_recipe: Recipe) -> bytes:
     rng = np.random.default_rng(0)
     shapes = weight_shapes(tiny_recipe)
-    weights = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    weights = {
+        name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()
+    }
     rules = tiny_recipe.quant.rules
     return pack(Artifact(tiny_recipe, b"tokenizer", quantize_model(weights, rules)))
 
@@ -70,7 +72,11 @@ def test_mutated_files_with_right_checksums_never_crash(packed: bytes, data: st.
     sections = [bytearray(s) for s in unframe(packed, 4)]
     # The header is mutated after unsqueezing too, where a change survives the compressor.
     which = data.draw(st.integers(0, 4))
-    target = bytearray(unsqueeze(bytes(sections[0]), MAX_HEADER_BYTES)) if which == 4 else sections[which]
+    target = (
+        bytearray(unsqueeze(bytes(sections[0]), MAX_HEADER_BYTES))
+        if which == 4
+        else sections[which]
+    )
     for _ in range(data.draw(st.integers(1, 4))):
         if target:
             target[data.draw(st.integers(0, len(target) - 1))] = data.draw(st.integers(0, 255))
@@ -91,7 +97,7 @@ def test_mutated_files_with_right_checksums_never_crash(packed: bytes, data: st.
         ({"shape": [10**9, 10**9]}, "weights"),
         ({"shape": [-4, 4]}, "malformed"),
         ({"shape": [True, 4]}, "malformed"),
-        ({"shape": []}, "malformed|codes|steps"),
+        ({"shape": []}, "grows past|steps"),
         ({"scheme": "int99"}, "recipe|malformed"),
         ({"bytes": 10**12}, "reach past"),
         ({"low": 10**6}, "malformed"),

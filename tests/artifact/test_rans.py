@@ -46,7 +46,8 @@ def test_round_trip_and_length(case: tuple[np.ndarray, int]) -> None:
     decoded = rans.decode(data, freqs, symbols.size)
     assert np.array_equal(decoded, symbols)
     ideal_bytes = rans.code_length_bits(symbols, freqs) / 8
-    assert len(data) <= 1.001 * ideal_bytes + 4 * rans.choose_num_lanes(symbols.size)
+    # States end on a whole word: 4 bytes a lane, and one word over all.
+    assert len(data) <= 1.001 * ideal_bytes + 4 * rans.choose_num_lanes(symbols.size) + 2
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.uint16, np.int32, np.uint64])
@@ -79,7 +80,7 @@ def test_ten_million_symbols(freqs: list[int]) -> None:
 
 @pytest.mark.parametrize(
     ("num_symbols", "num_lanes"),
-    [(0, 1), (2048, 1), (4095, 1), (4096, 2), (7000, 2), (262_144, 128), (10**8, 1024)],
+    [(0, 1), (8192, 1), (16_383, 1), (16_384, 2), (28_000, 2), (1 << 20, 128), (10**8, 1024)],
 )
 def test_lane_count_follows_the_length(num_symbols: int, num_lanes: int) -> None:
     assert rans.choose_num_lanes(num_symbols) == num_lanes

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import TinyRun
 
+from tiny import TinyRun
 from underpar import pipeline
 from underpar.audit import rules
 from underpar.audit.finding import FAIL, NOT_SHOWN, PASS, Finding
@@ -125,7 +125,9 @@ def test_tokens_that_are_not_the_text_fail(case: Case) -> None:
 def test_bytes_are_counted_from_the_source_while_it_is_there(case: Case) -> None:
     finding = rules.byte_count(case)
     assert finding.evidence["source_bytes"] == finding.evidence["decoded_bytes"]
-    manifest = case.data.manifest | {"inputs": [{"path": "gone.jsonl", "sha256": "", "split": "train"}]}
+    manifest = case.data.manifest | {
+        "inputs": [{"path": "gone.jsonl", "sha256": "", "split": "train"}]
+    }
     data = dataclasses.replace(case.data, manifest=manifest)
     assert rules.byte_count(dataclasses.replace(case, data=data)).evidence["source_bytes"] is None
 

@@ -7,10 +7,10 @@ import os
 import numpy as np
 import pytest
 import torch
-from conftest import TinyRun
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tiny import TinyRun
 from underpar.codec import stream
 from underpar.codec.lanes import decode_documents, encode_documents
 from underpar.codec.stream import CODED, STORED, Codec, code_documents, read_header
@@ -44,8 +44,14 @@ def non_english(num_bytes: int) -> bytes:
     return " ".join(words).encode()[:num_bytes]
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.one_of(st.binary(max_size=80), st.text(max_size=60).map(lambda s: s.encode("utf-8", "replace"))))
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.one_of(
+        st.binary(max_size=80), st.text(max_size=60).map(lambda s: s.encode("utf-8", "replace"))
+    )
+)
 def test_any_bytes_come_back(codec: Codec, data: bytes) -> None:
     assert codec.decompress(codec.compress(data)) == data
 
@@ -80,8 +86,8 @@ def test_text_shrinks_and_noise_is_stored(codec: Codec, compressed: bytes) -> No
 def test_any_number_of_lanes_and_documents(codec: Codec, num_lanes: int) -> None:
     documents = [codec.tokenizer.encode(TEXT[:n].encode()) for n in (30, 1, 200, 5, 77)]
     documents.append(np.empty(0, dtype=np.int64))
-    payload = encode_documents(codec.predictor, documents, num_lanes, 1)
-    decoded = decode_documents(codec.predictor, payload, len(documents), num_lanes, 1, 10_000)
+    payload = encode_documents(codec.predictor, documents, num_lanes)
+    decoded = decode_documents(codec.predictor, payload, len(documents), num_lanes, 10_000)
     assert decoded == [d.tolist() for d in documents]
 
 

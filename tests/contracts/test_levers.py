@@ -33,8 +33,8 @@ def recipe_with(name: str) -> Recipe:
 def randomized(recipe: Recipe) -> GPT:
     torch.manual_seed(0)
     model = build_model(recipe)
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1 or name.startswith("levers."):
             nn.init.normal_(parameter, std=0.3)
     return model
 

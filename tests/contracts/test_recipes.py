@@ -20,7 +20,9 @@ def test_full_size_builds(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", list(list_recipes()))
-def test_cpu_size_trains_and_fits(name: str, tiny_data: Path, tmp_path: Path, runtime: Runtime) -> None:
+def test_cpu_size_trains_and_fits(
+    name: str, tiny_data: Path, tmp_path: Path, runtime: Runtime
+) -> None:
     recipe = load_recipe(f"{name}+cpu", ["train.budget_steps=8"])
     folder = RunFolder(tmp_path)
     assert pipeline.train_run(recipe, tiny_data, folder, runtime)

@@ -60,6 +60,7 @@ def test_the_manifest_says_what_is_there(corpus: Path, folder: Path) -> None:
     assert manifest["inputs"] == [
         {
             "path": str(corpus),
+            "split": "train",
             "bytes": corpus.stat().st_size,
             "sha256": hashlib.sha256(corpus.read_bytes()).hexdigest(),
         }
@@ -189,3 +190,23 @@ def test_the_sample_is_the_same_in_any_order() -> None:
 def test_a_long_document_does_not_fill_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "_SAMPLE_CHARACTERS_PER_DOCUMENT", 10)
     assert sample_by_hash(pairs(["x" * 1000]), 100) == ["x" * 10]
+
+
+def test_a_published_split_is_kept(corpus: Path, tmp_path: Path) -> None:
+    val = tmp_path / "val.txt"
+    val.write_text("A held-out document of its own.")
+    manifest = build_data([corpus], tmp_path / "out", VOCAB_SIZE, [val])
+    data = load_data(tmp_path / "out")
+    assert data.val.num_documents == 1
+    assert data.tokenizer.decode(data.val.doc(0)) == val.read_bytes()
+    assert data.train.num_documents == len(list(read_documents([corpus])))
+    assert [row["split"] for row in manifest["inputs"]] == ["train", "val"]
+    assert manifest["split"]["fraction"] is None
+
+
+def test_a_held_out_document_among_the_training_files_is_refused(
+    corpus: Path, tmp_path: Path
+) -> None:
+    build_data([corpus], tmp_path / "out", VOCAB_SIZE, [corpus])
+    with pytest.raises(DataError, match="also in validation"):
+        load_data(tmp_path / "out")

@@ -7,15 +7,28 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import TinyRun
 from typer.testing import CliRunner
 
+from tiny import TinyRun
 from underpar.cli import app
 
-VERBS = (
-    "demo recipe data train pack score audit compress decompress generate report bench compare "
-    "size doctor"
-).split()
+VERBS = [
+    "demo",
+    "recipe",
+    "data",
+    "train",
+    "pack",
+    "score",
+    "audit",
+    "compress",
+    "decompress",
+    "generate",
+    "report",
+    "bench",
+    "compare",
+    "size",
+    "doctor",
+]
 
 
 def run(*words: object) -> str:
@@ -123,12 +136,14 @@ def test_bench_runs_and_lists() -> None:
 
 
 def test_compare_numbers_and_runs(tiny_run: TinyRun) -> None:
-    words = ["compare", "1.0574", "1.0573", "1.0581", "--with", "1.0561", "--with", "1.0566"]
-    result = run_json(*words, "--with", "1.0568")
+    words = ["compare", "1.0574", "1.0573", "1.0581", "--with", "1.0561", "1.0566"]
+    result = run_json(*words, "1.0568")
     assert result["gain_bpb"] == pytest.approx(0.0011, abs=1e-4)
     assert "lower bits per byte" in run(*words)
     folder = tiny_run.folder.path
-    mixed = run_json("compare", folder, folder / "score-adapt.json", "--with", folder, "--with", "3.0")
+    mixed = run_json(
+        "compare", folder, folder / "score-adapt.json", "--with", folder, "--with", "3.0"
+    )
     assert len(mixed["tests"]) == 2  # type: ignore[arg-type]
 
 
@@ -172,5 +187,3 @@ def test_compressing_with_a_missing_input_writes_nothing(tiny_run: TinyRun, tmp_
     out = tmp_path / "out.upz"
     assert "nowhere" in fails("compress", tiny_run.folder.artifact_file, tmp_path / "nowhere", out)
     assert not out.exists()
-
-

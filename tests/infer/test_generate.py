@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from conftest import TinyRun
 
 import underpar
+from tiny import TinyRun
 from underpar.api import Model
 from underpar.errors import UnderparError
 from underpar.infer.generate import Sampling, choose
@@ -52,7 +52,9 @@ def test_the_nucleus_keeps_the_likeliest_share() -> None:
     assert drawn == {0, 1}
 
 
-@pytest.mark.parametrize("bad", [{"temperature": -1}, {"top_p": 0}, {"top_p": 2}, {"max_tokens": -1}])
+@pytest.mark.parametrize(
+    "bad", [{"temperature": -1}, {"top_p": 0}, {"top_p": 2}, {"max_tokens": -1}]
+)
 def test_senseless_options_are_refused(model: Model, bad: dict[str, float]) -> None:
     with pytest.raises(UnderparError, match=next(iter(bad))):
         model.generate("x", **bad)

@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from conftest import TinyRun
 
+from tiny import TinyRun
 from underpar.build import build_predictor, read_artifact
 from underpar.data.folder import load_data
 from underpar.data.loader import pack_documents

@@ -1,6 +1,7 @@
 """Packed attention against the plainest loop that can be written."""
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -9,13 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from underpar.kernels.attention import attend_within
+from underpar.kernels.attention import Pack, attend_packed
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, cu: list[int], max_len: int) -> Tensor:
+    return attend_packed(q, k, v, Pack.from_boundaries(torch.tensor(cu), max_len))
 
 
 def attend_slowly(q: Tensor, k: Tensor, v: Tensor, cu: list[int]) -> Tensor:
     out = torch.empty_like(q)
     group = q.size(1) // k.size(1)
-    for begin, end in zip(cu, cu[1:], strict=False):
+    for begin, end in pairwise(cu):
         for head in range(q.size(1)):
             keys, values = k[begin:end, head // group], v[begin:end, head // group]
             for i in range(end - begin):
@@ -25,13 +30,15 @@ def attend_slowly(q: Tensor, k: Tensor, v: Tensor, cu: list[int]) -> Tensor:
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.sampled_from([(4, 2), (3, 3), (4, 1)]))
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=6), st.sampled_from([(4, 2), (3, 3), (4, 1)])
+)
 def test_packed_equals_the_loop(lengths: list[int], heads: tuple[int, int]) -> None:
     torch.manual_seed(sum(lengths))
     cu = [0, *np.cumsum(lengths).tolist()]
     q = torch.randn(cu[-1], heads[0], 6)
     k, v = torch.randn(2, cu[-1], heads[1], 6)
-    out = attend_within(torch.tensor(cu), max(lengths))(0, q, k, v)
+    out = attend(q, k, v, cu, max(lengths))
     torch.testing.assert_close(out, attend_slowly(q, k, v, cu), rtol=1e-4, atol=1e-5)
 
 
@@ -40,7 +47,7 @@ def test_gradients_equal_the_loop() -> None:
     q = torch.randn(8, 4, 6, requires_grad=True)
     k, v = (torch.randn(8, 2, 6, requires_grad=True) for _ in range(2))
     weight = torch.randn(8, 4, 6)
-    fast = torch.autograd.grad((attend_within(torch.tensor(cu), 5)(0, q, k, v) * weight).sum(), (q, k, v))
+    fast = torch.autograd.grad((attend(q, k, v, cu, 5) * weight).sum(), (q, k, v))
     slow = torch.autograd.grad((attend_slowly(q, k, v, cu) * weight).sum(), (q, k, v))
     for a, b in zip(fast, slow, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
@@ -49,6 +56,6 @@ def test_gradients_equal_the_loop() -> None:
 @pytest.mark.parametrize("longer", [0, 5])
 def test_padding_changes_nothing(longer: int) -> None:
     q, k, v = torch.randn(3, 7, 2, 4)
-    cu = torch.tensor([0, 2, 7])
-    exact = attend_within(cu, 5)(0, q, k, v)
-    torch.testing.assert_close(attend_within(cu, 5 + longer)(0, q, k, v), exact, rtol=1e-5, atol=1e-6)
+    exact = attend(q, k, v, [0, 2, 7], 5)
+    padded = attend(q, k, v, [0, 2, 7], 5 + longer)
+    torch.testing.assert_close(padded, exact, rtol=1e-5, atol=1e-6)

@@ -1,15 +1,16 @@
 """The baseline network: the numbered invariants of its specification, at tiny size."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from underpar.kernels.attention import attend_within
 from underpar.model.gpt import GPT
 from underpar.model.mlp import MLP
+from underpar.model.past import PackedPast
 from underpar.model.rotary import Rotary
 from underpar.recipe import ModelSpec
 
@@ -27,9 +28,9 @@ SPEC = ModelSpec(
 
 def logits_of(model: GPT, tokens: Tensor, cu: list[int] | None = None) -> Tensor:
     cu = cu or [0, len(tokens)]
-    positions = torch.cat([torch.arange(b - a) for a, b in zip(cu, cu[1:], strict=False)])
-    longest = max(b - a for a, b in zip(cu, cu[1:], strict=False))
-    out: Tensor = model(tokens, positions, attend_within(torch.tensor(cu), longest))
+    positions = torch.cat([torch.arange(b - a) for a, b in pairwise(cu)])
+    longest = max(b - a for a, b in pairwise(cu))
+    out: Tensor = model(tokens, positions, PackedPast(torch.tensor(cu), longest))
     return out
 
 
@@ -87,9 +88,9 @@ def test_packed_documents_equal_lone_ones(random_model: GPT, tokens: Tensor) -> 
 
 
 def test_only_distance_matters(random_model: GPT, tokens: Tensor) -> None:
-    attend = attend_within(torch.tensor([0, 20]), 20)
-    here = random_model(tokens, torch.arange(20), attend)
-    there = random_model(tokens, torch.arange(20) + 1000, attend)
+    past = PackedPast(torch.tensor([0, 20]), 20)
+    here = random_model(tokens, torch.arange(20), past)
+    there = random_model(tokens, torch.arange(20) + 1000, past)
     torch.testing.assert_close(here, there, rtol=1e-3, atol=1e-3)
 
 

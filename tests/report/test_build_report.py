@@ -107,7 +107,7 @@ def test_every_chart_is_there(make_run: Any, tmp_path: Path) -> None:
         ("adapt", "underpar score --adapt"),
         ("plain", "underpar score"),
         ("budget", "underpar pack"),
-        ("metrics", "underpar train --out"),
+        ("metrics", "underpar train RECIPE --data DATA --out"),
     ],
 )
 def test_a_missing_stage_names_its_command(

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TinyRun
 
+from tiny import TinyRun
 from underpar import pipeline
 from underpar.build import build_predictor, read_artifact
 from underpar.data.folder import load_data
@@ -47,7 +47,9 @@ def open_predictor(tiny_run: TinyRun) -> Predictor:
     return build_predictor(artifact, torch.device("cpu"))
 
 
-def score_of(tiny_run: TinyRun, shard: Shard, runtime: Runtime, part: ScorePart, **kw: bool) -> Score:
+def score_of(
+    tiny_run: TinyRun, shard: Shard, runtime: Runtime, part: ScorePart, **kw: bool
+) -> Score:
     return Scorer(open_predictor(tiny_run), shard, runtime, Clock()).run(part, **kw)
 
 
@@ -101,9 +103,21 @@ def test_two_ranks_give_the_same_total(tiny_run: TinyRun, tmp_path: Path) -> Non
     artifact = tmp_path / "model.upar"
     artifact.write_bytes(tiny_run.folder.artifact_file.read_bytes())
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    words = ["-m", "underpar", "score", str(artifact), "--data", str(tiny_run.data), "--device", "cpu"]
+    words = [
+        "-m",
+        "underpar",
+        "score",
+        str(artifact),
+        "--data",
+        str(tiny_run.data),
+        "--device",
+        "cpu",
+    ]
     subprocess.run(
-        [*launcher, *words], check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        [*launcher, *words],
+        check=True,
+        capture_output=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     ours = json.loads((tmp_path / "score-plain.json").read_text())
     stored = json.loads(tiny_run.folder.score_file("plain").read_text())

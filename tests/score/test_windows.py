@@ -20,4 +20,6 @@ def test_chunks_partition_the_stream(lengths: list[int], size: int) -> None:
 def test_later_documents_do_not_move_earlier_borders(lengths: list[int], size: int) -> None:
     chunks = list(chunk_documents(lengths, size))
     other = list(chunk_documents([*lengths[:-1], lengths[-1] + 7], size))
-    assert [c for c in chunks if c.stop < len(lengths)] == [c for c in other if c.stop < len(lengths)]
+    assert [c for c in chunks if c.stop < len(lengths)] == [
+        c for c in other if c.stop < len(lengths)
+    ]

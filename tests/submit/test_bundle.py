@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import TinyRun
 
+from tiny import TinyRun
 from underpar.recipe import load_recipe
 from underpar.submit.bundle import bundle, imported_modules, module_closure, strip
 
@@ -71,7 +71,11 @@ def test_the_bundle_scores_from_an_empty_folder(
     words = [str(script), str(tiny_run.folder.artifact_file.resolve()), str(tiny_run.data), *adapt]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
     result = subprocess.run(
-        [sys.executable, "-v", *words], cwd=tmp_path, env=environment, capture_output=True, text=True
+        [sys.executable, "-v", *words],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert result.returncode == 0, result.stderr[-2000:]
     ours = json.loads(result.stdout)

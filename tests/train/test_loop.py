@@ -102,18 +102,19 @@ def test_another_recipe_is_refused_in_the_same_folder(
         pipeline.train_run(load_recipe("baseline+cpu"), tiny_data, whole, runtime)
 
 
-def test_a_wrong_vocabulary_is_refused(
-    tiny_data: Path, tmp_path: Path, runtime: Runtime
-) -> None:
+def test_a_wrong_vocabulary_is_refused(tiny_data: Path, tmp_path: Path, runtime: Runtime) -> None:
     recipe = load_recipe("baseline+cpu", ["model.vocab_size=600"])
-    with pytest.raises(RecipeError, match="600.*512"):
+    with pytest.raises(RecipeError, match=r"600.*512"):
         pipeline.train_run(recipe, tiny_data, RunFolder(tmp_path), runtime)
 
 
 def test_ranks_must_share_the_batch(tiny_data: Path, tmp_path: Path) -> None:
     recipe = load_recipe("baseline+cpu", OVERRIDES)
     trainer = pipeline.make_trainer(
-        recipe, pipeline.load_data(tiny_data), RunFolder(tmp_path), Runtime(torch.device("cpu"), 0, 3)
+        recipe,
+        pipeline.load_data(tiny_data),
+        RunFolder(tmp_path),
+        Runtime(torch.device("cpu"), 0, 3),
     )
     with pytest.raises(RecipeError, match="3 ranks"):
         next(trainer.batches())

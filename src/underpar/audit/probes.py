@@ -16,6 +16,7 @@ from torch import Tensor
 
 from underpar.data.loader import Batch, pack_documents
 from underpar.data.shards import Shard
+from underpar.infer.predictor import Predictor
 
 
 class Prices(Protocol):
@@ -77,6 +78,16 @@ def substitution_sums(
             total += float((-nats[last.to(nats.device)]).exp().sum())
         sums.append(total)
     return sums
+
+
+def distribution_errors(predictor: Predictor, document: np.ndarray) -> tuple[float, float]:
+    """A03: how far whole distributions are from summing to 1, and prices from them, in nats."""
+    batch, _ = pack_documents([document], int(document[0]), predictor.context)
+    log_probs = predictor.log_probs(batch).double()
+    sums = log_probs.exp().sum(dim=-1)
+    own = -log_probs.gather(1, batch.targets.to(log_probs.device)[:, None])[:, 0]
+    prices = predictor.nll(batch).double()
+    return float((sums - 1).abs().max()), float((own - prices).abs().max())
 
 
 def scored_prefix_changes(

@@ -151,15 +151,19 @@ def normalization(case: Case) -> Finding:
     """R09: the prices of all possible next tokens are one distribution."""
     predictor, vocab = case.open_predictor(), case.recipe.model.vocab_size
     document = np.array(case.data.val.doc(0))
-    lengths = sorted({1, 2, min(len(document), 24), min(len(document), predictor.context // 2)})
+    lengths = sorted({1, 2, min(len(document), 8), min(len(document), 32)})
     sums = probes.substitution_sums(predictor, document, lengths, vocab)
     error = max(abs(s - 1) for s in sums)
+    direct, disagreement = probes.distribution_errors(predictor, document[: 4 * predictor.context])
     return judge(
         "normalization",
-        error <= TOLERANCE,
-        f"{len(sums)} positions x {vocab} tokens priced one by one: sums within {error:.1e} of 1",
+        max(error, direct, disagreement) <= TOLERANCE,
+        f"{len(sums)} positions x {vocab} tokens priced one by one: sums within {error:.1e} of 1; "
+        f"whole distributions within {direct:.1e}, prices within {disagreement:.1e} nats of them",
         prefix_tokens=lengths,
         sums=sums,
+        direct_error=direct,
+        price_error_nats=disagreement,
     )
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from underpar.cli.options import ArtifactPath, DataPath, Device, Json, RunPath, app, show_summary
 from underpar.console import ERR, OUT, progress_bar, show_json, show_pairs, show_table
@@ -109,10 +110,26 @@ def bench(
         OUT.print(f"time ratio {result.ratio:.4f}, 95 % interval {low:.4f} to {high:.4f}")
 
 
-@app.command()
+class TakesLists(TyperCommand):
+    """Lets `--with` take all words up to the next option: `compare A B --with C D`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Repeat `--with` before each of its words, which is what the parser understands."""
+        spelled: list[str] = []
+        inside = False
+        for word in args:
+            if word.startswith("--"):
+                inside = word == "--with"
+                spelled += [] if inside else [word]
+            else:
+                spelled += ["--with", word] if inside else [word]
+        return super().parse_args(ctx, spelled)
+
+
+@app.command(cls=TakesLists)
 def compare(
     old: Annotated[list[str], typer.Argument(help="Runs, score files or numbers: the old side.")],
-    new: Annotated[list[str], typer.Option("--with", help="The new side; repeat or list.")],
+    new: Annotated[list[str], typer.Option("--with", help="The new side: all that follows.")],
     method: Annotated[str, typer.Option(help="Which score of a run: plain or adapt.")] = "plain",
     json: Json = False,
 ) -> None:

@@ -15,45 +15,47 @@ import torch
 from underpar.codec import range_coder
 from underpar.errors import CodecError
 from underpar.infer.predictor import Predictor
+from underpar.seams import BOS_ID
 
 # code(document, freqs of the next token (V,)) -> the token; BOS ends the document.
 Code = Callable[[int, np.ndarray], int]
-OnStep = Callable[[int], None]
+# on_tokens(number of tokens just coded)
+OnTokens = Callable[[int], None]
+
+# A lane without a document.
+IDLE = -1
 
 
 def drive(
     predictor: Predictor,
     num_documents: int,
     num_lanes: int,
-    bos: int,
     code: Code,
-    on_tokens: OnStep | None = None,
+    on_tokens: OnTokens | None = None,
 ) -> None:
     """Run every document through a lane; a lane that ends one takes the next.
 
-    Lanes without a document stay in the batch, so that its shape never changes.
+    Idle lanes stay in the batch until half of it is idle, then they are dropped: the shape of each
+    step follows from what has been coded, so both directions take it alike.
     """
     stepper = predictor.stepper(num_lanes)
-    documents = list(range(min(num_lanes, num_documents)))
-    documents += [-1] * (num_lanes - len(documents))
-    waiting = min(num_lanes, num_documents)
-    tokens = np.full(num_lanes, bos)
-    while max(documents) >= 0:
+    documents = [lane if lane < num_documents else IDLE for lane in range(num_lanes)]
+    waiting = iter(range(num_lanes, num_documents))
+    tokens = np.full(num_lanes, BOS_ID)
+    while active := [lane for lane, document in enumerate(documents) if document != IDLE]:
+        if len(active) <= len(documents) // 2:
+            stepper.keep(torch.tensor(active, device=predictor.device))
+            documents, tokens = [documents[lane] for lane in active], tokens[active]
+            active = list(range(len(documents)))
         log_probs = stepper.step(torch.from_numpy(tokens).to(predictor.device))
         freqs = range_coder.quantize(probabilities(log_probs))
-        ended = np.zeros(num_lanes, dtype=bool)
-        for lane, document in enumerate(documents):
-            if document < 0:
-                ended[lane] = True
-                continue
-            tokens[lane] = code(document, freqs[lane])
-            if tokens[lane] == bos:
-                ended[lane] = True
-                documents[lane] = waiting if waiting < num_documents else -1
-                waiting += documents[lane] >= 0
-        stepper.reset(torch.from_numpy(ended).to(predictor.device))
+        for lane in active:
+            tokens[lane] = code(documents[lane], freqs[lane])
+            if tokens[lane] == BOS_ID:
+                documents[lane] = next(waiting, IDLE)
+        stepper.reset(torch.from_numpy(tokens == BOS_ID).to(predictor.device))
         if on_tokens:
-            on_tokens(num_lanes - documents.count(-1))
+            on_tokens(len(active))
 
 
 def probabilities(log_probs: torch.Tensor) -> np.ndarray:
@@ -67,12 +69,11 @@ def encode_documents(
     predictor: Predictor,
     documents: Sequence[np.ndarray],
     num_lanes: int,
-    bos: int,
-    on_tokens: OnStep | None = None,
+    on_tokens: OnTokens | None = None,
 ) -> bytes:
     """Range-coded tokens of the documents (without their BOS), each with its end."""
     coder = range_coder.Encoder()
-    queues = [iter([*doc.tolist(), bos]) for doc in documents]
+    queues = [iter([*doc.tolist(), BOS_ID]) for doc in documents]
 
     def code(document: int, freqs: np.ndarray) -> int:
         token = int(next(queues[document]))
@@ -80,7 +81,7 @@ def encode_documents(
         coder.encode(start, int(freqs[token]))
         return token
 
-    drive(predictor, len(documents), num_lanes, bos, code, on_tokens)
+    drive(predictor, len(documents), num_lanes, code, on_tokens)
     return coder.finish()
 
 
@@ -89,7 +90,6 @@ def decode_documents(
     payload: bytes,
     num_documents: int,
     num_lanes: int,
-    bos: int,
     max_tokens: int,
 ) -> list[list[int]]:
     """What `encode_documents` was given; a stream that runs past `max_tokens` is refused."""
@@ -104,10 +104,10 @@ def decode_documents(
         left -= 1
         if left < 0:
             raise CodecError("compressed stream holds more text than its header says: damaged")
-        if token != bos:
+        if token != BOS_ID:
             documents[document].append(token)
         return token
 
-    drive(predictor, num_documents, num_lanes, bos, code)
+    drive(predictor, num_documents, num_lanes, code)
     coder.finish()
     return documents

@@ -1,8 +1,8 @@
 """The compressed file: a checked header, then the payload. Any bytes go in and come back.
 
 Layout, little-endian: magic "UPZ1", u8 method (0 stored, 1 coded), 8 bytes of the artifact's
-SHA-256, u16 lanes, u32 documents, u64 raw length, 8 bytes of the raw data's SHA-256, u8 and text of the
-machine's fingerprint, u32 CRC-32 of the header, then the payload.
+SHA-256, u16 lanes, u32 documents, u64 raw length, 8 bytes of the raw data's SHA-256, u8 and text of
+the machine's fingerprint, u32 CRC-32 of the header, then the payload.
 
 Text that does not shrink is stored. Float probabilities are only equal on equal software, so the
 fingerprint travels along and another machine is refused unless the caller wants to try.
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from underpar.codec.lanes import OnStep, decode_documents, encode_documents
+from underpar.codec.lanes import OnTokens, decode_documents, encode_documents
 from underpar.data.tokenizer import Tokenizer
 from underpar.errors import CodecError
 from underpar.infer.predictor import Predictor
@@ -94,15 +94,14 @@ class Codec:
     tokenizer: Tokenizer
     identity: str
 
-    def compress(self, data: bytes, on_tokens: OnStep | None = None) -> bytes:
+    def compress(self, data: bytes, on_tokens: OnTokens | None = None) -> bytes:
         """`data` as a compressed file, decoded again before it is returned."""
         tokens = self.tokenizer.encode(data)
         num_lanes = int(np.clip(len(tokens) // TOKENS_PER_LANE, 1, MAX_LANES))
         documents = [piece for piece in np.array_split(tokens, num_lanes) if len(piece)]
         coded = b""
         if documents:
-            bos = self.tokenizer.bos_id
-            coded = encode_documents(self.predictor, documents, num_lanes, bos, on_tokens)
+            coded = encode_documents(self.predictor, documents, num_lanes, on_tokens)
         stored = not documents or len(coded) >= len(data)
         header = Header(
             STORED if stored else CODED,
@@ -139,7 +138,6 @@ class Codec:
             payload,
             header.num_documents,
             header.num_lanes,
-            self.tokenizer.bos_id,
             max_tokens=header.num_bytes,
         )
         return self._checked(header, b"".join(self.tokenizer.decode(p) for p in pieces))
@@ -152,15 +150,14 @@ class Codec:
 
 
 def code_documents(
-    codec: Codec, documents: list[np.ndarray], on_tokens: OnStep | None = None
+    codec: Codec, documents: list[np.ndarray], on_tokens: OnTokens | None = None
 ) -> int:
     """Code whole documents (each with its BOS), decode them again; returns the payload's bits."""
-    bos = codec.tokenizer.bos_id
     bodies = [doc[1:] for doc in documents]
     lanes = min(MAX_LANES, len(bodies))
-    payload = encode_documents(codec.predictor, bodies, lanes, bos, on_tokens)
+    payload = encode_documents(codec.predictor, bodies, lanes, on_tokens)
     most = sum(len(body) for body in bodies)
-    decoded = decode_documents(codec.predictor, payload, len(bodies), lanes, bos, max_tokens=most)
+    decoded = decode_documents(codec.predictor, payload, len(bodies), lanes, max_tokens=most)
     if any(body.tolist() != back for body, back in zip(bodies, decoded, strict=True)):
         raise CodecError("the decoder did not give the documents back")
     return 8 * len(payload)

@@ -53,7 +53,7 @@ def build_data(
     training documents alone, or read from `tokenizer`; then `vocab_size` must match it or be None.
     `progress` is called with the stage ("tokenizer", "encode") and the documents done.
     """
-    if isinstance(holdout, float) and not 0 < holdout < 1:
+    if isinstance(holdout, int | float) and not 0 < holdout < 1:
         raise DataError(f"holdout is {holdout}, expected a fraction between 0 and 1")
     report = progress or (lambda stage, num_documents: None)
     sources = _describe_inputs(inputs, holdout)

@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 
 from underpar.data.shards import Shard
-from underpar.data.tokenizer import BOS_ID
 from underpar.errors import DataError, RecipeError
+from underpar.seams import BOS_ID
 
 _PREFETCH_DEPTH = 2
 

@@ -28,8 +28,8 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from underpar.data.tokenizer import BOS_ID
 from underpar.errors import DataError
+from underpar.seams import BOS_ID
 
 MAGIC = b"UPSH"
 VERSION = 1

@@ -12,8 +12,8 @@ import numpy.typing as npt
 import sentencepiece
 
 from underpar.errors import DataError
+from underpar.seams import BOS_ID
 
-BOS_ID = 1
 # Four reserved ids and the 256 byte pieces; a model needs at least one piece more.
 MIN_VOCAB_SIZE = 261
 MAX_MODEL_BYTES = 1 << 26

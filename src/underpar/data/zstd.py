@@ -54,9 +54,11 @@ class _ChunkStream(io.RawIOBase):
         self._rest = memoryview(b"")
 
     def readable(self) -> bool:
+        """Always."""
         return True
 
     def readinto(self, buffer: "WriteableBuffer") -> int:
+        """Fill `buffer` with the next bytes; 0 at the end."""
         while not self._rest:
             chunk = next(self._chunks, None)
             if chunk is None:

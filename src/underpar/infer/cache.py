@@ -17,16 +17,17 @@ SPAN = 64
 
 
 class LaneCache:
-    """A ring of nothing: a lane that reaches `context` starts its piece again at position 0."""
+    """A past of lanes; a lane that reaches `context` starts its piece again at position 0."""
 
     def __init__(self, spec: ModelSpec, num_lanes: int, device: torch.device) -> None:
         self.context = spec.context
-        self.lanes = torch.arange(num_lanes, device=device)
+        self._lanes = torch.arange(num_lanes, device=device)
         self.positions = torch.zeros(num_lanes, dtype=torch.long, device=device)
         shape = (2, spec.num_layers, num_lanes, spec.num_kv_heads, spec.context, spec.head_dim)
         self._keys, self._values = torch.zeros(shape, device=device)
         self._offsets = torch.arange(spec.context, device=device)
         self._span = SPAN
+        self._last: dict[str, Tensor] = {}
 
     def place(self) -> Tensor:
         """Positions (L,) of the tokens about to be read."""
@@ -36,8 +37,8 @@ class LaneCache:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store this step's k and v (L, K, D) and read back: q (L, H, D) -> (L, H, D)."""
-        self._keys[layer, self.lanes, :, self.positions] = k
-        self._values[layer, self.lanes, :, self.positions] = v
+        self._keys[layer, self._lanes, :, self.positions] = k
+        self._values[layer, self._lanes, :, self.positions] = v
         keys = self._keys[layer, :, :, : self._span]  # (L, K, span, D)
         values = self._values[layer, :, :, : self._span]
         seen = self._offsets[: self._span] <= self.positions[:, None]  # (L, span)
@@ -46,9 +47,23 @@ class LaneCache:
         )
         return y[:, :, 0]
 
+    def previous(self, name: str, x: Tensor) -> Tensor:
+        """x (L, ...) of the step before; kept until the next step."""
+        last = self._last.get(name, torch.zeros_like(x))
+        # A copy: the caller may reuse its buffer for the next step.
+        self._last[name] = x.clone()
+        return last
+
     def advance(self) -> None:
         """Move every lane on by one token; a full piece begins again."""
         self.positions = (self.positions + 1) % self.context
+
+    def keep(self, lanes: Tensor) -> None:
+        """Drop all lanes but these, by index."""
+        self.positions = self.positions[lanes]
+        self._lanes = self._lanes[: len(lanes)]
+        self._keys, self._values = self._keys[:, lanes], self._values[:, lanes]
+        self._last = {name: x[lanes] for name, x in self._last.items()}
 
     def reset(self, lanes: Tensor) -> None:
         """Begin a new document in the lanes where `lanes` (L,) is true."""

@@ -15,8 +15,8 @@ from torch import Tensor
 from underpar.data.loader import Batch
 from underpar.errors import RuleError
 from underpar.infer.cache import LaneCache
-from underpar.kernels.attention import attend_within
 from underpar.model.gpt import GPT
+from underpar.model.past import PackedPast
 from underpar.seams import Adapter
 
 
@@ -38,8 +38,8 @@ class Predictor:
     def log_probs(self, batch: Batch) -> Tensor:
         """Log-probabilities (N, V) in nats of every next token, each from its past alone."""
         batch = batch.to(self.device)
-        attend = attend_within(batch.segments.cu, batch.segments.max_len)
-        logits = self.model(batch.inputs, batch.segments.positions, attend)
+        past = PackedPast(batch.segments.cu, batch.segments.max_len)
+        logits = self.model(batch.inputs, batch.segments.positions, past)
         return F.log_softmax(logits.float(), dim=-1)
 
     def nll(self, batch: Batch) -> Tensor:
@@ -56,12 +56,12 @@ class Predictor:
         self._priced = None
         named = dict(self.model.named_parameters())
         batch = batch.to(self.device)
-        attend = attend_within(batch.segments.cu, batch.segments.max_len)
+        past = PackedPast(batch.segments.cu, batch.segments.max_len)
         for adapter in self._adapters:
             parameters = adapter.parameters(named)
             for parameter in parameters:
                 parameter.requires_grad_(True)
-            logits = self.model(batch.inputs, batch.segments.positions, attend)
+            logits = self.model(batch.inputs, batch.segments.positions, past)
             F.cross_entropy(logits.float(), batch.targets).backward()
             adapter.update(parameters)
             for parameter in parameters:
@@ -96,10 +96,14 @@ class Stepper:
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
         """Feed tokens (L,), one a lane; returns log-probabilities (L, V) of what follows."""
-        logits = self._model(tokens, self._cache.place(), self._cache.attend)
+        logits = self._model(tokens, self._cache.place(), self._cache)
         self._cache.advance()
         return F.log_softmax(logits.float(), dim=-1)
 
     def reset(self, lanes: Tensor) -> None:
         """Begin a new document in the lanes where `lanes` (L,) is true."""
         self._cache.reset(lanes)
+
+    def keep(self, lanes: Tensor) -> None:
+        """Go on with these lanes only, by index, in this order."""
+        self._cache.keep(lanes)

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 from underpar.artifact import rans
 from underpar.errors import BenchError
-from underpar.kernels.attention import attend_within
 from underpar.lab.bench import Bench
+from underpar.model.past import PackedPast
 from underpar.recipe import nearest
 from underpar.runtime import Runtime
 from underpar.train.muon import orthogonalize
@@ -79,7 +79,7 @@ def attention(runtime: Runtime) -> Bench:
         return out[0].transpose(0, 1)
 
     def packed() -> torch.Tensor:
-        return attend_within(cu, int(lengths.max()))(0, q, k, v)
+        return PackedPast(cu, int(lengths.max())).attend(0, q, k, v)
 
     return Bench(
         name="attention",

@@ -8,8 +8,10 @@ from types import ModuleType
 # Modules by name, imported when used: a bundle carries the levers of its recipe and no others.
 LEVERS = {
     "adapt_scales": "underpar.levers.adapt_scales",
+    "bigram": "underpar.levers.bigram",
     "ema": "underpar.levers.ema",
     "qk_gain": "underpar.levers.qk_gain",
+    "smear": "underpar.levers.smear",
 }
 
 

@@ -2,8 +2,8 @@
 
 The horizon grows with the run (a fraction of the steps so far), so one setting serves runs of 100
 and of 100,000 steps. Source: polynomial-decay averaging (Shamir and Zhang 2013, arXiv:1212.1824);
-an exponential average is worth about 11 mBPB where the learning rate keeps a floor (PR 2014), and for
-short runs the best horizon is much shorter (PR 2005). Legal: it only sees the weights.
+an exponential average is worth about 11 mBPB where the learning rate keeps a floor (PR 2014), and
+for short runs the best horizon is much shorter (PR 2005). Legal: it only sees the weights.
 """
 
 from __future__ import annotations

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from underpar.model.rotary import Rotary
 from underpar.recipe import ModelSpec
-from underpar.seams import Attend
+from underpar.seams import Past
 
 
 class Attention(nn.Module):
-    """Project, norm and rotate, hand to `attend`, project back."""
+    """Project, norm and rotate, let the past be attended to, project back."""
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Attention(nn.Module):
         self,
         x: Tensor,
         angles: tuple[Tensor, Tensor],
-        attend: Attend,
+        past: Past,
         hooks: Mapping[str, Sequence[Any]],
     ) -> Tensor:
         """x (N, dim), already normed -> (N, dim)."""
@@ -41,7 +41,7 @@ class Attention(nn.Module):
         q, k = self.rotary(q, angles), self.rotary(k, angles)
         for hook in hooks["qkv"]:
             q, k, v = hook(self.layer, q, k, v)
-        y = attend(self.layer, q, k, v)
+        y = past.attend(self.layer, q, k, v)
         for hook in hooks["attn_out"]:
             y = hook(self.layer, y, x, v)
         out: Tensor = self.o(y.flatten(-2))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from underpar.model.attention import Attention
 from underpar.model.mlp import MLP
 from underpar.recipe import ModelSpec
-from underpar.seams import MODEL_SEAMS, Attend
+from underpar.seams import MODEL_SEAMS, Past
 
 
 class Block(nn.Module):
@@ -64,16 +64,16 @@ class GPT(nn.Module):
                 nn.init.orthogonal_(module.up.weight)
                 nn.init.zeros_(module.down.weight)
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, past: Past) -> Tensor:
         """Logits (N, V) after each of tokens (N,) at positions (N,) of its piece."""
         x = self.embedding(tokens)
         for hook in self.hooks["embed"]:
-            x = hook(x, tokens)
+            x = hook(x, tokens, past)
         x = _norm(x)
         first: Any = self.blocks[0]
         angles = first.attn.rotary.angles(positions)
         for block in self.blocks:
-            x = block(x, angles, attend, self.hooks)
+            x = block(x, angles, past, self.hooks)
         logits = F.linear(_norm(x), self.embedding.weight)
         # Soft cap as in Gemma 2 (arXiv:2408.00118).
         logits = self.softcap * torch.tanh(logits / self.softcap)

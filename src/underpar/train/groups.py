@@ -8,8 +8,8 @@ GROUPS = ("matrix", "embed", "scalar")
 
 
 def group_of(name: str, parameter: nn.Parameter) -> str:
-    """Embedding tables, the blocks' matrices, and everything else."""
-    if name.startswith("embedding."):
+    """Embedding tables (the levers' too), the blocks' matrices, and everything else."""
+    if name.startswith("embedding.") or name.endswith(".table.weight"):
         return "embed"
     if name.startswith("blocks.") and parameter.ndim == 2:
         return "matrix"

@@ -10,15 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from underpar.data.loader import Batch
-from underpar.kernels.attention import attend_within
+from underpar.model.past import PackedPast
 from underpar.runtime import Runtime
 from underpar.train.dist import sum_over_ranks
 
 
 def mean_loss(model: nn.Module, batch: Batch) -> Tensor:
     """Mean nats a target of one micro-batch."""
-    attend = attend_within(batch.segments.cu, batch.segments.max_len)
-    logits = model(batch.inputs, batch.segments.positions, attend)
+    past = PackedPast(batch.segments.cu, batch.segments.max_len)
+    logits = model(batch.inputs, batch.segments.positions, past)
     return F.cross_entropy(logits.float(), batch.targets)
 
 

@@ -1,0 +1,59 @@
+"""Bigram-hash embedding: a table indexed by a hash of this token and the one before.
+
+Pairs that matter get a vector of their own from the first step on; the network learns what is left.
+Worth much where training is short or the vocabulary small, little at 8,192 pieces (PR 1218 dropped
+it). Source: PR 549, PR 1219 (3,072 buckets of 160 at a vocabulary of 1,024). Legal: it reads the
+current and the previous token of the same document, nothing later.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from underpar.recipe import ModelSpec
+from underpar.seams import BOS_ID, Past
+
+STAGE = "model"
+
+# Odd multipliers of PR 549; the exclusive or keeps (a, b) and (b, a) apart.
+CURRENT, PREVIOUS = 36_313, 27_191
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`buckets` rows of `width` channels, projected to the model's width; `scale` at the start."""
+
+    buckets: int = 3072
+    width: int = 160
+    scale: float = 0.05
+
+
+class Bigram(nn.Module):
+    """x_t + scale * P table[hash(token t, token t-1)]; a document's first token has its own row."""
+
+    def __init__(self, settings: Settings, spec: ModelSpec) -> None:
+        super().__init__()
+        self.table = nn.Embedding(settings.buckets, settings.width)
+        self.project = nn.Linear(settings.width, spec.dim, bias=False)
+        self.scale = nn.Parameter(torch.tensor(settings.scale))
+        nn.init.zeros_(self.table.weight)
+        nn.init.orthogonal_(self.project.weight)
+
+    def neutral_(self) -> None:
+        """Set the weights with which the model equals the one without this lever."""
+        nn.init.zeros_(self.table.weight)
+
+    def embed(self, x: Tensor, tokens: Tensor, past: Past) -> Tensor:
+        """Add the pair's vector to the embeddings x (N, dim) of tokens (N,)."""
+        last = self.table.num_embeddings - 1
+        mixed = (CURRENT * tokens) ^ (PREVIOUS * past.previous("bigram", tokens))
+        bucket = torch.where(tokens == BOS_ID, last, mixed % last)
+        return x + self.scale * self.project(self.table(bucket))
+
+
+def plug(settings: Settings, spec: ModelSpec) -> Bigram:
+    """The module to hook in."""
+    return Bigram(settings, spec)
