@@ -1,6 +1,10 @@
 """The budget: every byte accounted for, the cap enforced, forecasts close."""
 
 import json
+import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -57,3 +61,19 @@ def test_the_full_size_baseline_fits_the_cap() -> None:
     budget = pipeline.forecast_size(load_recipe("baseline"))
     budget.enforce()
     assert budget.total_bytes > 0.95 * budget.cap_bytes
+
+
+@pytest.mark.parametrize("delay", [0.0, 1.5, 2.2, 2.6])
+def test_a_killed_pack_leaves_the_old_file_or_a_whole_one(
+    tiny_run: TinyRun, tmp_path: Path, delay: float
+) -> None:
+    shutil.copytree(tiny_run.folder.path, tmp_path / "run")
+    folder = RunFolder(tmp_path / "run")
+    whole = folder.artifact_file.read_bytes()
+    process = subprocess.Popen([sys.executable, "-m", "underpar", "pack", str(folder.path)])
+    time.sleep(delay)
+    process.kill()
+    process.wait()
+    assert folder.artifact_file.read_bytes() == whole
+    pipeline.pack_run(folder)
+    assert folder.artifact_file.read_bytes() == whole

@@ -66,7 +66,7 @@ def packed(tiny_recipe: Recipe) -> bytes:
     return pack(Artifact(tiny_recipe, b"tokenizer", quantize_model(weights, rules)))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.data())
 def test_mutated_files_with_right_checksums_never_crash(packed: bytes, data: st.DataObject) -> None:
     sections = [bytearray(s) for s in unframe(packed, 4)]

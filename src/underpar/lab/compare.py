@@ -54,16 +54,14 @@ def compare(old: Sequence[Result], new: Sequence[Result]) -> dict[str, Any]:
     pairs = pair_by_seed(old, new)
     if pairs:
         tests.append(paired(*pairs))
-    sigma = max(_deviation(olds), _deviation(news))
     gain = tests[0].gain
-    plannable = sigma > 0 and gain > 0
     return {
         "old": [vars(r) for r in old],
         "new": [vars(r) for r in new],
         "gain_bpb": gain,
         "tests": [t.as_dict() for t in tests],
         "paired_by_seed": pairs is not None,
-        "seeds_needed_for_this_gain": seeds_needed(gain, sigma) if plannable else None,
+        "seeds_needed_for_this_gain": _plan(gain, max(_deviation(olds), _deviation(news))),
     }
 
 
@@ -83,6 +81,16 @@ def pair_by_seed(
         return None
     seeds = sorted(seed for seed in olds if seed is not None)
     return [olds[s] for s in seeds], [news[s] for s in seeds]
+
+
+def _plan(gain: float, sigma: float) -> int | None:
+    if gain <= 0 or sigma <= 0:
+        return None
+    try:
+        return seeds_needed(gain, sigma)
+    except BenchError:
+        # More seeds than anyone will run.
+        return None
 
 
 def _deviation(values: Sequence[float]) -> float:
