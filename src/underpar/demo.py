@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from underpar import pipeline, verbs
-from underpar.console import ERR, OUT, show_table
+from underpar.console import OUT, show_table
 from underpar.data.corpus import demo_corpus
 from underpar.data.folder import load_data
 from underpar.errors import UnderparError
@@ -36,9 +36,7 @@ def run_demo(recipe: Recipe, out: Path, quiet: bool = False) -> dict[str, Any]:
     plain, adapted = (
         verbs.score(folder.artifact_file, data, runtime, adapt, quiet) for adapt in (False, True)
     )
-    if not quiet:
-        ERR.print("audit: coding and decoding every held-out document ...")
-    verdict, _ = pipeline.audit_run(folder, runtime, data)
+    verdict, _ = verbs.audit(folder, runtime, data, quiet=quiet)
     document = write_one_document(data, out / "document.txt")
     coded = verbs.compress(folder.artifact_file, document, out / "document.upz", runtime, quiet)
     verbs.decompress(folder.artifact_file, out / "document.upz", out / "document.back", runtime)

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from underpar import pipeline
+from underpar.audit.finding import Finding
+from underpar.audit.rules import RULES
 from underpar.codec.stream import read_header
-from underpar.console import progress_bar
+from underpar.console import ERR, progress_bar
 from underpar.data.build import build_data
 from underpar.errors import UnderparError
 from underpar.recipe import Recipe, TrainPart
@@ -41,6 +43,8 @@ def train(
 ) -> dict[str, Any]:
     """Train to the end of the budget, or to a signal; both leave a checkpoint."""
     last: dict[str, Any] = {}
+    if folder.checkpoint_file.exists() and not quiet and runtime.is_main:
+        ERR.print(f"continuing the run in {folder.path}")
     with progress_bar("train", 1, quiet or not runtime.is_main) as bar:
 
         def show(line: dict[str, Any]) -> None:
@@ -90,6 +94,25 @@ def score(
         "seconds": sum(result.seconds.values()),
         "file": str(scored.path),
     }
+
+
+def audit(
+    folder: RunFolder,
+    runtime: Runtime,
+    data: Path | None = None,
+    code_tokens: int = 0,
+    quiet: bool = False,
+) -> tuple[str, list[Finding]]:
+    """Judge a run rule by rule; returns the overall verdict and the findings."""
+    with progress_bar("audit", len(RULES), quiet) as bar:
+        done = 0
+
+        def show(finding: Finding) -> None:
+            nonlocal done
+            done += 1
+            bar.update(done, f"{finding.rule}: {finding.verdict}")
+
+        return pipeline.audit_run(folder, runtime, data, code_tokens, show)
 
 
 def read_input(path: Path) -> bytes:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
 from underpar.cli.options import ArtifactPath, DataPath, Device, Json, RunPath, app, show_summary
-from underpar.console import ERR, OUT, progress_bar, show_json, show_pairs, show_table
-
-if TYPE_CHECKING:
-    from underpar.audit.finding import Finding
+from underpar.console import OUT, progress_bar, show_json, show_pairs, show_table
 
 
 @app.command()
@@ -44,16 +41,12 @@ def audit(
     json: Json = False,
 ) -> None:
     """Check a run's size, scores and codec. Exit code 1 if a rule fails."""
-    from underpar.pipeline import audit_run
+    from underpar import verbs
     from underpar.run import RunFolder
     from underpar.runtime import open_runtime
 
-    def show(finding: Finding) -> None:
-        if not json:
-            ERR.print(f"{finding.verdict:>10}  {finding.rule} ({finding.seconds:.1f} s)")
-
-    folder = RunFolder(run)
-    verdict, findings = audit_run(folder, open_runtime(device), data, code_tokens, show)
+    runtime = open_runtime(device)
+    verdict, findings = verbs.audit(RunFolder(run), runtime, data, code_tokens, quiet=json)
     if json:
         show_json({"verdict": verdict, "findings": [f.as_dict() for f in findings]})
     else:
