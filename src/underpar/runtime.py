@@ -72,6 +72,19 @@ def open_runtime(device: str = "auto") -> Runtime:
     return Runtime(torch.device(where), rank, world)
 
 
+@contextmanager
+def threads(number: int) -> Iterator[None]:
+    """Let torch use exactly this many CPU threads inside the block."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def seed_everything(seed: int) -> None:
     """Seed Python, numpy and torch."""
     import numpy

@@ -161,3 +161,14 @@ def test_probabilities_of_a_step_are_whole(codec: Codec) -> None:
 
     log_probs = codec.predictor.stepper(3).step(torch.tensor([1, 1, 1]))
     np.testing.assert_allclose(probabilities(log_probs).sum(axis=1), 1.0, rtol=1e-12)
+
+
+def test_the_number_of_threads_does_not_matter(codec: Codec, compressed: bytes) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        assert codec.compress(TEXT.encode()) == compressed
+        assert codec.decompress(compressed) == TEXT.encode()
+        assert torch.get_num_threads() == before + 1
+    finally:
+        torch.set_num_threads(before)

@@ -13,7 +13,7 @@ def test_groups_cover_the_model_once(tiny_recipe: Recipe) -> None:
     assert tuple(groups) == GROUPS
     counted = sum(p.numel() for members in groups.values() for p in members.values())
     assert counted == sum(p.numel() for p in model.parameters())
-    assert set(groups["embed"]) == {"embedding.weight"}
+    assert set(groups["embed"]) == {"embedding.weight", "levers.bigram.table.weight"}
     assert all(p.ndim == 2 for p in groups["matrix"].values())
     assert "levers.qk_gain.gain" in groups["scalar"]
     assert "softcap" in groups["scalar"]

@@ -15,6 +15,7 @@ import torch
 from underpar.codec import range_coder
 from underpar.errors import CodecError
 from underpar.infer.predictor import Predictor
+from underpar.runtime import threads
 from underpar.seams import BOS_ID
 
 # code(document, freqs of the next token (V,)) -> the token; BOS ends the document.
@@ -24,6 +25,10 @@ OnTokens = Callable[[int], None]
 
 # A lane without a document.
 IDLE = -1
+
+# Always the same, whatever the machine has: sums may round differently on more threads, and steps
+# are too small to gain from many.
+NUM_THREADS = 2
 
 
 def drive(
@@ -38,6 +43,17 @@ def drive(
     Idle lanes stay in the batch until half of it is idle, then they are dropped: the shape of each
     step follows from what has been coded, so both directions take it alike.
     """
+    with threads(NUM_THREADS):
+        _drive(predictor, num_documents, num_lanes, code, on_tokens)
+
+
+def _drive(
+    predictor: Predictor,
+    num_documents: int,
+    num_lanes: int,
+    code: Code,
+    on_tokens: OnTokens | None,
+) -> None:
     stepper = predictor.stepper(num_lanes)
     documents = [lane if lane < num_documents else IDLE for lane in range(num_lanes)]
     waiting = iter(range(num_lanes, num_documents))

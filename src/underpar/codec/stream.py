@@ -33,11 +33,10 @@ MAX_LANES = 64
 
 
 def fingerprint(device: torch.device) -> str:
-    """What float results depend on: library version, instruction set, threads, device."""
+    """What float results depend on: library version, and device or instruction set."""
     if device.type == "cuda":
         return f"torch {torch.__version__} {torch.cuda.get_device_name(device)}"
-    capability = torch.backends.cpu.get_cpu_capability()
-    return f"torch {torch.__version__} {capability} {torch.get_num_threads()} threads"
+    return f"torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()}"
 
 
 @dataclass(frozen=True)
