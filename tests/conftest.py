@@ -8,6 +8,7 @@ import torch
 
 from tiny import TinyRun
 from underpar import pipeline
+from underpar.build import resolve_levers
 from underpar.data.build import build_data
 from underpar.data.corpus import demo_corpus, read_documents
 from underpar.recipe import Recipe, load_recipe
@@ -33,10 +34,8 @@ def corpus_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_recipe() -> Recipe:
     """Tiny dimensions, the baseline's levers and a model lever."""
-    return load_recipe(
-        "baseline+cpu",
-        ["levers.qk_gain=true", "levers.smear.init=0.3", "levers.bigram.buckets=500"],
-    )
+    levers = ["levers.qk_gain=true", "levers.smear.init=0.3", "levers.bigram.buckets=500"]
+    return resolve_levers(load_recipe("baseline+cpu", levers))
 
 
 @pytest.fixture(scope="session")

@@ -66,6 +66,9 @@ def test_the_hash_names_the_content() -> None:
         ("data.holdout=1.0", ("holdout", "1.0")),
         ("quant.rules=['a b c']", ("a b c", "pattern scheme")),
         ("train.adam_betas=0.9", ("adam_betas", "list")),
+        ("train.adam_betas=[0.9]", ("adam_betas", "2 values")),
+        ("train.clip=inf", ("train.clip", "finite")),
+        ("model.num_layers=1000", ("num_layers", "256")),
         ("levers.ema=3", ("levers.ema", "3")),
         ("model=3", ("model", "table")),
         ("nonsense", ("nonsense", "section.key=value")),
@@ -79,7 +82,13 @@ def test_mistakes_are_named(override: str, words: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "word"), [("levers.emma=true", "'ema'"), ("levers.ema.horzon=1", "'horizon'")]
+    ("override", "word"),
+    [
+        ("levers.emma=true", "'ema'"),
+        ("levers.ema.horzon=1", "'horizon'"),
+        ("levers.ema.horizon=-1.0", "more than 0"),
+        ("levers.bigram.buckets=1", "at least 2"),
+    ],
 )
 def test_levers_are_checked_where_they_are_known(override: str, word: str) -> None:
     with pytest.raises(RecipeError, match=word):

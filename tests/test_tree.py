@@ -38,7 +38,7 @@ KNOWS_LEVERS = {"build", "submit", "levers"}
 MAX_FILE_LINES = 350
 MAX_FUNCTION_LINES = 40
 MAX_PARAMETERS = 6
-# Commands declare one parameter an option; dataclass-like constructors are counted elsewhere.
+# Commands declare one parameter an option.
 OPTION_TABLES = {"cli"}
 
 

@@ -40,7 +40,7 @@ class Model:
         tokenizer, predictor = self.codec.tokenizer, self.codec.predictor
         document = np.concatenate(([tokenizer.bos_id], tokenizer.encode(raw)))
         batch, _ = pack_documents([document], tokenizer.bos_id, predictor.context)
-        bits = float(predictor.nll(batch).double().sum() / np.log(2))
+        bits = float(predictor.nll(batch).cpu().double().sum() / np.log(2))
         return Score("plain", [Entry(0, bits, len(raw), len(document))])
 
     def stream(self, prompt: str = "", **sampling: float) -> Iterator[str]:
@@ -56,6 +56,6 @@ class Model:
         """Any bytes, smaller if they are text."""
         return self.codec.compress(data)
 
-    def decompress(self, data: bytes) -> bytes:
-        """What `compress` was given."""
-        return self.codec.decompress(data)
+    def decompress(self, data: bytes, any_machine: bool = False) -> bytes:
+        """What `compress` was given; `any_machine` tries where floats may differ."""
+        return self.codec.decompress(data, any_machine)

@@ -6,6 +6,7 @@ Only this file knows both stages and levers.
 from __future__ import annotations
 
 import hashlib
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,27 @@ from underpar.quant.schemes import dequantize
 from underpar.recipe import Recipe, fields_from, nearest, require
 
 
+def lever_settings(recipe: Recipe) -> dict[str, Any]:
+    """Checked settings of every lever that the recipe names."""
+    settings = {}
+    for name, table in recipe.levers.items():
+        require(name in LEVERS, f"unknown lever {name!r}{nearest(name, list(LEVERS))}")
+        kind = lever_module(name).Settings
+        settings[name] = kind(**fields_from(kind, table, f"levers.{name}"))
+    return settings
+
+
+def resolve_levers(recipe: Recipe) -> Recipe:
+    """The recipe with every lever's defaults written out, so that its hash covers them."""
+    settings = lever_settings(recipe)
+    return replace(recipe, levers={name: asdict(s) for name, s in settings.items()})
+
+
 def plug_levers(recipe: Recipe, stage: str) -> dict[str, Any]:
     """The recipe's levers of one stage, built from their settings, by name."""
     plugged = {}
-    for name, table in recipe.levers.items():
-        require(name in LEVERS, f"unknown lever {name!r}{nearest(name, list(LEVERS))}")
+    for name, settings in lever_settings(recipe).items():
         module = lever_module(name)
-        settings = module.Settings(**fields_from(module.Settings, table, f"levers.{name}"))
         if stage == module.STAGE:
             plugged[name] = module.plug(settings, recipe.model)
     return plugged
@@ -87,3 +102,13 @@ def read_artifact(path: Path) -> tuple[Artifact, str]:
         return unpack(data), hashlib.sha256(data).hexdigest()
     except ArtifactError as error:
         raise ArtifactError(f"{path}: {error}") from error
+
+
+def require_same_tokenizer(artifact: Artifact, tokenizer: Tokenizer) -> None:
+    """Refuse data that another tokenizer made."""
+    own = build_tokenizer(artifact).identity
+    if own != tokenizer.identity:
+        raise ArtifactError(
+            f"artifact has tokenizer {own[:12]}, the data were built with "
+            f"{tokenizer.identity[:12]}; build the data with the artifact's tokenizer"
+        )

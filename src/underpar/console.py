@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     Progress,
@@ -30,7 +31,7 @@ def show_json(value: Any) -> None:
 
 def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """A table; columns named with a trailing '#' are numbers, set to the right."""
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="dim")
+    table = Table(title=escape(title), title_justify="left", title_style="bold", header_style="dim")
     for column in columns:
         table.add_column(column.rstrip("#"), justify="right" if column.endswith("#") else "left")
     for row in rows:
@@ -41,7 +42,10 @@ def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[objec
 def _cell(value: object) -> str:
     if isinstance(value, float):
         return f"{value:,.4f}"
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    # A path may hold brackets, which are not ours to interpret.
+    return escape(str(value))
 
 
 def show_pairs(title: str, pairs: Mapping[str, object]) -> None:

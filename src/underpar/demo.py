@@ -15,14 +15,19 @@ from underpar.errors import UnderparError
 from underpar.infer.generate import Sampling, generate
 from underpar.recipe import Recipe
 from underpar.report.build import build_report
-from underpar.run import RunFolder
+from underpar.run import RunFolder, write_atomic
 from underpar.runtime import open_runtime
 
 PROMPT = "The government"
 
 
-def run_demo(recipe: Recipe, out: Path, quiet: bool = False) -> dict[str, Any]:
-    """Build, train, pack, score twice, audit, compress, write, report; returns the figures."""
+def run_demo(
+    recipe: Recipe, out: Path, quiet: bool = False, code_tokens: int = 0
+) -> dict[str, Any]:
+    """Build, train, pack, score twice, audit, compress, write, report; returns the figures.
+
+    The audit codes every held-out document unless `code_tokens` stops it earlier.
+    """
     started = time.perf_counter()
     runtime = open_runtime("cpu")
     data, folder = out / "data", fresh_run(out / "run", recipe)
@@ -36,7 +41,7 @@ def run_demo(recipe: Recipe, out: Path, quiet: bool = False) -> dict[str, Any]:
     plain, adapted = (
         verbs.score(folder.artifact_file, data, runtime, adapt, quiet) for adapt in (False, True)
     )
-    verdict, _ = verbs.audit(folder, runtime, data, quiet=quiet)
+    verdict, _ = verbs.audit(folder, runtime, data, code_tokens, quiet)
     document = write_one_document(data, out / "document.txt")
     coded = verbs.compress(folder.artifact_file, document, out / "document.upz", runtime, quiet)
     verbs.decompress(folder.artifact_file, out / "document.upz", out / "document.back", runtime)
@@ -63,19 +68,22 @@ def run_demo(recipe: Recipe, out: Path, quiet: bool = False) -> dict[str, Any]:
 def fresh_run(path: Path, recipe: Recipe) -> RunFolder:
     """The run folder; a finished demo in it makes way, an interrupted one is continued."""
     folder = RunFolder(path)
-    if folder.recipe_file.exists():
-        unfinished = folder.checkpoint_file.exists() and not folder.weights_file.exists()
-        if not (unfinished and folder.read_recipe() == recipe):
-            shutil.rmtree(path)
-    elif path.exists() and any(path.iterdir()):
-        raise UnderparError(f"{path} is not a run folder; choose another --out")
+    if not path.exists() or not any(path.iterdir()):
+        return folder
+    about = folder.read_json(folder.about_file) if folder.about_file.exists() else {}
+    # Only a demo trains on the data folder beside it.
+    if about.get("data") != str(path.parent / "data"):
+        raise UnderparError(f"{path} is not a demo's run; choose another --out")
+    unfinished = folder.checkpoint_file.exists() and not folder.weights_file.exists()
+    if not (unfinished and about.get("recipe_hash") == recipe.hash):
+        shutil.rmtree(path)
     return folder
 
 
 def write_one_document(data: Path, path: Path) -> Path:
     """The first held-out document, as a text file."""
     folder = load_data(data)
-    path.write_bytes(folder.tokenizer.decode(folder.val.doc(0)))
+    write_atomic(path, folder.tokenizer.decode(folder.val.doc(0)))
     return path
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import lzma
 import platform
 from collections.abc import Callable
@@ -24,13 +23,15 @@ from underpar.build import (
     build_tokenizer,
     plug_levers,
     read_artifact,
+    require_same_tokenizer,
+    resolve_levers,
     weight_shapes,
 )
 from underpar.codec.stream import Codec
 from underpar.data.folder import DataFolder, load_data
 from underpar.data.loader import Loader
 from underpar.data.shards import Shard
-from underpar.data.tokenizer import Tokenizer
+from underpar.data.tokenizer import Tokenizer, read_model
 from underpar.errors import ArtifactError, RecipeError, RunError
 from underpar.infer.predictor import Predictor
 from underpar.quant.rules import quantize_model
@@ -46,8 +47,13 @@ from underpar.train.loop import OnStep, Trainer
 
 
 def data_identity(data: DataFolder) -> str:
-    """A digest of the manifest: tokenizer, split rule, every shard."""
-    return hashlib.sha256(json.dumps(data.manifest, sort_keys=True).encode()).hexdigest()[:16]
+    """A digest of tokenizer and shards: equal for equal tokens, wherever they were built."""
+    parts = (
+        data.tokenizer.identity,
+        data.manifest["train"]["sha256"],
+        data.manifest["val"]["sha256"],
+    )
+    return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
 
 
 def train_run(
@@ -58,6 +64,7 @@ def train_run(
     on_step: OnStep | None = None,
 ) -> bool:
     """Train `recipe` into `folder`, resuming what is there. True when the budget is spent."""
+    recipe = resolve_levers(recipe)
     data = load_data(data_path)
     if data.tokenizer.vocab_size != recipe.model.vocab_size:
         raise RecipeError(
@@ -90,19 +97,22 @@ def make_trainer(recipe: Recipe, data: DataFolder, folder: RunFolder, runtime: R
 def _begin_run(
     folder: RunFolder, recipe: Recipe, data_path: Path, data: DataFolder, runtime: Runtime
 ) -> None:
-    if folder.recipe_file.exists() and folder.read_recipe().hash != recipe.hash:
-        raise RunError(
-            f"{folder.path} holds a run of recipe {folder.read_recipe().hash}, this is "
-            f"{recipe.hash}; choose another --out"
-        )
+    wanted = {"recipe_hash": recipe.hash, "data_identity": data_identity(data)}
+    if folder.about_file.exists():
+        about = folder.read_json(folder.about_file)
+        for key, value in wanted.items():
+            if about.get(key) != value:
+                raise RunError(
+                    f"{folder.path} holds a run with {key} {about.get(key)}, this one has {value}; "
+                    "choose another --out"
+                )
     folder.write_recipe(recipe)
     write_atomic(folder.tokenizer_file, data.tokenizer.model_proto)
     write_json(
         folder.about_file,
         {
-            "recipe_hash": recipe.hash,
+            **wanted,
             "data": str(data_path),
-            "data_identity": data_identity(data),
             "train_tokens": data.train.num_tokens,
             "num_weights": sum(torch.Size(s).numel() for s in weight_shapes(recipe).values()),
             "device": device_name(runtime.device),
@@ -129,8 +139,13 @@ def device_name(device: torch.device) -> str:
 
 
 def pack_run(folder: RunFolder, cap_bytes: int | None = None) -> Budget:
-    """Quantize and pack a run's weights; refuse to write anything over the cap."""
+    """Quantize and pack a run's weights; refuse to write anything over the cap.
+
+    `cap_bytes` may only tighten the recipe's cap.
+    """
     recipe = folder.read_recipe()
+    if cap_bytes is not None and not 0 < cap_bytes <= recipe.limits.cap_bytes:
+        raise RecipeError(f"cap {cap_bytes}: expected 1 to the recipe's {recipe.limits.cap_bytes}")
     tensors, about = read_tensors(folder.need(folder.weights_file))
     if about.get("recipe_hash") != recipe.hash:
         raise RunError(f"{folder.weights_file} was trained with another recipe; train again")
@@ -149,7 +164,7 @@ def pack_run(folder: RunFolder, cap_bytes: int | None = None) -> Budget:
 
 def forecast_size(recipe: Recipe, tokenizer: Path | None = None) -> Budget:
     """The budget of a recipe before it is trained."""
-    proto = tokenizer.read_bytes() if tokenizer else None
+    proto = read_model(tokenizer) if tokenizer else None
     return forecast(recipe, weight_shapes(recipe), len(bundle(recipe)), proto)
 
 
@@ -174,7 +189,7 @@ def score_artifact(
     artifact, identity = read_artifact(artifact_path)
     predictor = build_predictor(artifact, runtime.device)
     data = load_data(data_path)
-    require_same_tokenizer(artifact, data)
+    require_same_tokenizer(artifact, data.tokenizer)
     with process_group(runtime):
         scorer = Scorer(predictor, data.val, runtime, clock)
         score = scorer.run(artifact.recipe.score, adapt, on_chunk)
@@ -190,16 +205,6 @@ def score_artifact(
     if runtime.is_main:
         write_json(path, {**about, **score.as_dict()})
     return Scored(score, path, about)
-
-
-def require_same_tokenizer(artifact: Artifact, data: DataFolder) -> None:
-    """Refuse data that another tokenizer made."""
-    own = Tokenizer.from_bytes(artifact.tokenizer).identity
-    if own != data.tokenizer.identity:
-        raise ArtifactError(
-            f"artifact has tokenizer {own[:12]}, the data were built with "
-            f"{data.tokenizer.identity[:12]}; build the data with the artifact's tokenizer"
-        )
 
 
 def xz_bytes(shard: Shard, tokenizer: Tokenizer) -> int:
@@ -218,7 +223,7 @@ def audit_run(
     """Judge a run's scores; writes audit.json and returns the overall verdict and the findings."""
     artifact, identity = read_artifact(folder.need(folder.artifact_file))
     data = load_data(data_path or Path(folder.read_json(folder.about_file)["data"]))
-    require_same_tokenizer(artifact, data)
+    require_same_tokenizer(artifact, data.tokenizer)
 
     def open_predictor() -> Predictor:
         return build_predictor(artifact, runtime.device)

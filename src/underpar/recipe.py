@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import hashlib
 import json
+import math
 import tomllib
 import typing
 from collections.abc import Mapping, Sequence
@@ -40,6 +41,18 @@ class DataPart:
         require(0 < self.holdout < 1, f"data.holdout = {self.holdout}: expected between 0 and 1")
 
 
+# Far above any model of 16 MB: a foreign artifact's shapes are checked before they are built.
+LARGEST = {
+    "vocab_size": 1 << 20,
+    "num_layers": 256,
+    "dim": 1 << 14,
+    "num_heads": 256,
+    "num_kv_heads": 256,
+    "mlp_dim": 1 << 16,
+    "context": 1 << 20,
+}
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """Shapes of the transformer; no behavior."""
@@ -58,9 +71,9 @@ class ModelSpec:
     embed_std: float = 0.005
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "num_layers", "dim", "num_heads", "num_kv_heads", "mlp_dim"):
+        for name, largest in LARGEST.items():
             value = getattr(self, name)
-            require(value > 0, f"model.{name} = {value}: expected a positive number")
+            require(0 < value <= largest, f"model.{name} = {value}: expected 1 to {largest}")
         require(
             self.dim % self.num_heads == 0 and self.num_heads % self.num_kv_heads == 0,
             f"model.dim = {self.dim}, num_heads = {self.num_heads}, num_kv_heads = "
@@ -70,7 +83,6 @@ class ModelSpec:
             self.rope_dims % 2 == 0 and 0 <= self.rope_dims <= self.head_dim,
             f"model.rope_dims = {self.rope_dims}: expected an even number up to {self.head_dim}",
         )
-        require(self.context >= 2, f"model.context = {self.context}: expected at least 2")
         require(self.softcap > 0, f"model.softcap = {self.softcap}: expected more than 0")
 
     @property
@@ -283,10 +295,17 @@ def fields_from(kind: type, table: Mapping[str, Any], where: str) -> Tree:
 def _typed(hint: Any, value: Any, where: str) -> Any:
     if typing.get_origin(hint) is tuple:
         require(isinstance(value, list | tuple), f"{where} = {value!r}: expected a list")
-        item = typing.get_args(hint)[0]
-        return tuple(_typed(item, v, where) for v in value)
+        items = typing.get_args(hint)
+        fixed = items[-1] is not Ellipsis
+        require(
+            not fixed or len(value) == len(items),
+            f"{where} = {value!r}: expected {len(items)} values",
+        )
+        return tuple(_typed(items[0], v, where) for v in value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        value = float(value)
+    finite = not isinstance(value, float) or math.isfinite(value)
+    require(finite, f"{where} = {value!r}: expected a finite number")
     right = isinstance(value, hint) and not (isinstance(value, bool) and hint is not bool)
     require(right, f"{where} = {value!r}: expected {hint.__name__}")
     return value

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,17 +17,16 @@ def write_atomic(path: Path, data: bytes | str) -> None:
     """Write to a temporary name beside `path`, flush to disk, rename: whole or not at all."""
     raw = data.encode() if isinstance(data, str) else data
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    # One name a file: what a kill leaves behind, the next write takes over.
+    temporary = path.with_name(f".{path.name}.part")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with temporary.open("wb") as file:
             file.write(raw)
             file.flush()
             os.fsync(file.fileno())
-        # mkstemp makes private files; results are meant to be read by others.
-        os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
@@ -42,7 +40,7 @@ class RunFolder:
     """Paths of one run.
 
     recipe.toml      the resolved recipe
-    run.json         recipe name and hash, data identity, versions, device
+    run.json         recipe hash, data and their identity, versions, device
     metrics.jsonl    one line a logged step
     checkpoint.safetensors   everything a resumed run needs
     weights.safetensors      what training hands to packing

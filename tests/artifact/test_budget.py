@@ -12,7 +12,7 @@ import pytest
 from tiny import TinyRun
 from underpar import pipeline
 from underpar.artifact.budget import read_budget
-from underpar.errors import ArtifactError
+from underpar.errors import ArtifactError, RecipeError
 from underpar.recipe import load_recipe
 from underpar.run import RunFolder
 from underpar.submit.bundle import bundle
@@ -44,6 +44,9 @@ def test_nothing_over_the_cap_is_written(tiny_run: TinyRun, tmp_path: Path) -> N
         target.write_bytes(source.read_bytes())
     with pytest.raises(ArtifactError, match="over the cap of 50000"):
         pipeline.pack_run(folder, cap_bytes=50_000)
+    for lifted in (0, 16_000_001):
+        with pytest.raises(RecipeError, match="recipe's 16000000"):
+            pipeline.pack_run(folder, cap_bytes=lifted)
     assert not folder.artifact_file.exists()
     pipeline.pack_run(folder)
     assert folder.artifact_file.read_bytes() == tiny_run.folder.artifact_file.read_bytes()
@@ -70,10 +73,11 @@ def test_a_killed_pack_leaves_the_old_file_or_a_whole_one(
     shutil.copytree(tiny_run.folder.path, tmp_path / "run")
     folder = RunFolder(tmp_path / "run")
     whole = folder.artifact_file.read_bytes()
+    folder.artifact_file.write_bytes(b"old")
     process = subprocess.Popen([sys.executable, "-m", "underpar", "pack", str(folder.path)])
     time.sleep(delay)
     process.kill()
     process.wait()
-    assert folder.artifact_file.read_bytes() == whole
+    assert folder.artifact_file.read_bytes() in (b"old", whole)
     pipeline.pack_run(folder)
     assert folder.artifact_file.read_bytes() == whole

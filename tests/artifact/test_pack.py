@@ -103,6 +103,8 @@ def test_mutated_files_with_right_checksums_never_crash(packed: bytes, data: st.
         ({"low": 10**6}, "malformed"),
         ({"freqs": [1, 2, 3]}, "sum|frequenc"),
         ({"name": 7}, "malformed"),
+        ({"freqs": [2**70]}, "malformed"),
+        ({"low": -20.5}, "malformed"),
     ],
 )
 def test_lies_in_the_table_are_refused(packed: bytes, change: dict[str, object], word: str) -> None:
@@ -113,6 +115,24 @@ def test_lies_in_the_table_are_refused(packed: bytes, change: dict[str, object],
     forged = frame([squeeze(json.dumps(header).encode()), *sections[1:]])
     with pytest.raises(ArtifactError, match=word):
         unpack(forged)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("num_layers", 10**9), ("context", 10**12), ("dim", 2**40), ("softcap", "x")]
+)
+def test_a_senseless_recipe_is_refused(packed: bytes, key: str, value: object) -> None:
+    sections = unframe(packed, 4)
+    header = json.loads(unsqueeze(sections[0], MAX_HEADER_BYTES))
+    header["recipe"]["model"][key] = value
+    with pytest.raises(ArtifactError, match=key):
+        unpack(frame([squeeze(json.dumps(header).encode()), *sections[1:]]))
+
+
+def test_an_empty_table_is_refused(packed: bytes) -> None:
+    sections = unframe(packed, 4)
+    header = json.loads(unsqueeze(sections[0], MAX_HEADER_BYTES)) | {"tensors": []}
+    with pytest.raises(ArtifactError, match="no tensors"):
+        unpack(frame([squeeze(json.dumps(header).encode()), *sections[1:]]))
 
 
 def test_tensors_that_do_not_fit_the_recipe_are_refused(tiny_recipe: Recipe) -> None:

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +19,12 @@ from underpar.build import build_predictor, build_tokenizer, read_artifact
 from underpar.codec.stream import Codec
 from underpar.data.folder import load_data
 from underpar.data.loader import Batch
-from underpar.errors import RunError
+from underpar.errors import CodecError, RunError
 from underpar.infer.predictor import Predictor
 from underpar.run import RunFolder
 from underpar.runtime import Runtime
 from underpar.score.ledger import Entry, Score, score_from_dict
+from underpar.score.score import Scorer
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +168,17 @@ class LearnsFirst(Predictor):
         self._priced = None
 
 
+class ReadsAhead(Scorer):
+    """Prices every document with an eye on the whole stream."""
+
+    def price(self, documents: Sequence[int]) -> Batch:
+        batch = super().price(documents)
+        hint = 1 - 1e-6 * (int(self.shard.tokens.sum()) % 97)
+        entry = self.entries[-1]
+        self.entries[-1] = dataclasses.replace(entry, bits=entry.bits * hint)
+        return batch
+
+
 class LearnsQuietly(LearnsFirst):
     """Learns while it pretends to score plainly."""
 
@@ -199,6 +211,23 @@ def test_learning_before_pricing_is_seen_in_the_events(case: Case) -> None:
         scores = case.scores | {"adapt": forged}
         assert rules.score_before_update(dataclasses.replace(case, scores=scores)).verdict == FAIL
     assert rules.score_before_update(case).verdict == PASS
+
+
+def test_reading_ahead_is_seen_by_replacing_what_comes(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rules, "Scorer", ReadsAhead)
+    assert rules.score_before_update(case).verdict == FAIL
+
+
+def test_a_codec_that_cannot_decode_fails(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: object, **kwargs: object) -> int:
+        raise CodecError("the decoder did not give the documents back")
+
+    monkeypatch.setattr(rules, "code_documents", broken)
+    finding = rules.run_audit(case)[-1]
+    assert (finding.verdict, finding.rule) == (FAIL, "coded bits")
+    assert "did not give" in finding.summary
 
 
 def test_a_score_better_than_the_code_fails(case: Case) -> None:

@@ -156,6 +156,13 @@ def test_a_header_that_claims_too_little_text_is_refused(codec: Codec, compresse
         codec.decompress(short.to_bytes() + payload)
 
 
+def test_a_header_that_claims_many_documents_is_refused(codec: Codec, compressed: bytes) -> None:
+    header, payload = read_header(compressed)
+    for lie in ({"num_documents": 2**32 - 1, "num_bytes": 2**40}, {"num_lanes": 60_000}):
+        with pytest.raises(CodecError, match="makes no sense"):
+            codec.decompress(dataclasses.replace(header, **lie).to_bytes() + payload)
+
+
 def test_probabilities_of_a_step_are_whole(codec: Codec) -> None:
     from underpar.codec.lanes import probabilities
 

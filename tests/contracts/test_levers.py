@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 
 from underpar import pipeline
-from underpar.build import build_model, plug_levers
+from underpar.build import build_model, plug_levers, resolve_levers
 from underpar.data.loader import Batch, pack_documents
 from underpar.infer.predictor import Predictor
 from underpar.levers import LEVERS, lever_module
@@ -19,6 +18,7 @@ from underpar.quant.rules import match_rules
 from underpar.recipe import Recipe, load_recipe
 from underpar.run import RunFolder
 from underpar.runtime import Runtime
+from underpar.seams import LeverModule
 from underpar.train.checkpoint import read_tensors
 from underpar.train.groups import group_parameters
 
@@ -51,11 +51,11 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def lever(name: str) -> ModuleType:
+def lever(name: str) -> LeverModule:
     return lever_module(name)
 
 
-def test_a_lever_says_what_it_is(lever: ModuleType) -> None:
+def test_a_lever_says_what_it_is(lever: LeverModule) -> None:
     doc = lever.__doc__ or ""
     assert "Source:" in doc
     assert "Legal:" in doc
@@ -142,4 +142,4 @@ def test_an_average_is_what_gets_packed(tiny_data: Path, tmp_path: Path, runtime
     checkpoint, _ = read_tensors(folder.checkpoint_file)
     assert not torch.equal(weights["embedding.weight"], checkpoint["model/embedding.weight"])
     assert torch.equal(weights["embedding.weight"], checkpoint["average0/embedding.weight"])
-    assert json.loads(folder.about_file.read_text())["recipe_hash"] == recipe.hash
+    assert json.loads(folder.about_file.read_text())["recipe_hash"] == resolve_levers(recipe).hash

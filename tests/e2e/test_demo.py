@@ -10,14 +10,14 @@ import pytest
 from underpar.demo import fresh_run, run_demo
 from underpar.errors import UnderparError
 from underpar.recipe import load_recipe
-from underpar.run import RunFolder
+from underpar.run import RunFolder, write_json
 
 SMALL = ["train.budget_seconds=0", "train.budget_steps=5", "model.num_layers=1", "model.dim=64"]
 SMALL += ["model.num_heads=2", "model.num_kv_heads=1", "model.mlp_dim=64", "model.rope_dims=8"]
 
 
 def test_a_small_demo_runs_every_stage(tmp_path: Path) -> None:
-    result = run_demo(load_recipe("demo", SMALL), tmp_path, quiet=True)
+    result = run_demo(load_recipe("demo", SMALL), tmp_path, quiet=True, code_tokens=1000)
     assert result["audit"] == "pass"
     assert (tmp_path / "document.back").read_bytes() == (tmp_path / "document.txt").read_bytes()
     assert Path(result["report"]).read_text().startswith("<!doctype html>")
@@ -27,17 +27,24 @@ def test_a_small_demo_runs_every_stage(tmp_path: Path) -> None:
 def test_a_finished_demo_makes_way_and_an_interrupted_one_stays(tmp_path: Path) -> None:
     recipe = load_recipe("demo", SMALL)
     folder = RunFolder(tmp_path / "run")
-    folder.write_recipe(recipe)
+    about = {"data": str(tmp_path / "data"), "recipe_hash": recipe.hash}
+    write_json(folder.about_file, about)
     folder.checkpoint_file.write_bytes(b"state")
     fresh_run(folder.path, recipe)
     assert folder.checkpoint_file.exists()
     fresh_run(folder.path, load_recipe("demo"))
     assert not folder.path.exists()
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "precious.txt").write_text("mine")
-    with pytest.raises(UnderparError, match="not a run folder"):
-        fresh_run(other, recipe)
+
+
+@pytest.mark.parametrize("about", [None, {"data": "elsewhere/data"}])
+def test_what_is_no_demo_is_never_removed(tmp_path: Path, about: dict[str, str] | None) -> None:
+    folder = RunFolder(tmp_path / "run")
+    write_json(folder.weights_file, "precious")
+    if about:
+        write_json(folder.about_file, about)
+    with pytest.raises(UnderparError, match="not a demo's run"):
+        fresh_run(folder.path, load_recipe("demo"))
+    assert folder.weights_file.exists()
 
 
 @pytest.mark.slow

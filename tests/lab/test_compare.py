@@ -22,15 +22,22 @@ def test_seeds_are_paired_whatever_their_order() -> None:
 
 def test_both_margins_and_both_designs_are_reported() -> None:
     result = compare(OLD, NEW)
-    assert [t["test"] for t in result["tests"]] == ["welch", "welch", "paired"]
+    assert [t["test"] for t in result["tests"]] == ["welch", "welch", "welch", "paired"]
     assert result["tests"][1]["margin"] == pytest.approx(0.005 / 0.693147 / 3.0, rel=1e-5)
-    assert result["tests"][0]["p"] < result["tests"][1]["p"]
+    assert result["tests"][2]["margin"] == pytest.approx(0.007213, abs=1e-6)
+    assert result["tests"][0]["p"] < result["tests"][1]["p"] < result["tests"][2]["p"]
     assert result["seeds_needed_for_this_gain"] > 1
 
 
 def test_the_margin_needs_to_know_the_tokens() -> None:
     assert record_margin_bpb(OLD) is None
     assert len(compare(OLD, [Result("x", 1.05), Result("y", 1.06)])["tests"]) == 1
+
+
+def test_scores_of_different_texts_do_not_compare() -> None:
+    other = [Result("x", 1.0, data="one"), Result("y", 1.1, data="two")]
+    with pytest.raises(BenchError, match="different held-out texts"):
+        compare(OLD, other)
 
 
 def test_a_loss_needs_no_seeds() -> None:

@@ -80,6 +80,6 @@ def test_unknown_schemes_are_named(text: str) -> None:
         parse_scheme(text)
 
 
-@pytest.mark.parametrize("text", ["fp16", "int6", "int7:14", "int6:12.85"])
+@pytest.mark.parametrize("text", ["fp16", "int6", "int7:14", "int6:12.85", "int6:12.8512345"])
 def test_schemes_print_as_they_are_read(text: str) -> None:
     assert str(parse_scheme(text)) == text

@@ -67,7 +67,7 @@ def test_the_bundle_scores_from_an_empty_folder(
     script = tmp_path / "score.py"
     script.write_bytes(bundle(tiny_run.recipe))
     compile(script.read_text(), "score.py", "exec")
-    # -P and a bare path keep the installed package out of reach; -v names what was imported.
+    # -v names the files that were imported: the unpacked copy, not the installed package.
     words = [str(script), str(tiny_run.folder.artifact_file.resolve()), str(tiny_run.data), *adapt]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
     result = subprocess.run(

@@ -12,13 +12,15 @@ import pytest
 import torch
 
 from underpar import pipeline
+from underpar.build import resolve_levers
+from underpar.data.build import build_data
 from underpar.errors import RecipeError, RunError
 from underpar.recipe import load_recipe, to_toml
 from underpar.run import RunFolder
 from underpar.runtime import Runtime
 from underpar.train.checkpoint import read_tensors
 
-STEPS = 12
+STEPS = 30
 OVERRIDES = [f"train.budget_steps={STEPS}", "train.checkpoint_seconds=0"]
 
 
@@ -102,6 +104,17 @@ def test_another_recipe_is_refused_in_the_same_folder(
         pipeline.train_run(load_recipe("baseline+cpu"), tiny_data, whole, runtime)
 
 
+def test_other_data_are_refused_and_leave_the_folder_alone(
+    whole: RunFolder, corpus_file: Path, tmp_path: Path, runtime: Runtime
+) -> None:
+    build_data([corpus_file], tmp_path / "other", 512, 0.3)
+    before = {p.name: p.read_bytes() for p in whole.path.iterdir()}
+    with pytest.raises(RunError, match="data_identity"):
+        recipe = load_recipe("baseline+cpu", OVERRIDES)
+        pipeline.train_run(recipe, tmp_path / "other", whole, runtime)
+    assert {p.name: p.read_bytes() for p in whole.path.iterdir()} == before
+
+
 def test_a_wrong_vocabulary_is_refused(tiny_data: Path, tmp_path: Path, runtime: Runtime) -> None:
     recipe = load_recipe("baseline+cpu", ["model.vocab_size=600"])
     with pytest.raises(RecipeError, match=r"600.*512"):
@@ -121,9 +134,10 @@ def test_ranks_must_share_the_batch(tiny_data: Path, tmp_path: Path) -> None:
 
 
 def test_the_stored_recipe_is_the_resolved_one(whole: RunFolder) -> None:
-    assert whole.recipe_file.read_text() == to_toml(load_recipe("baseline+cpu", OVERRIDES))
-    about = json.loads(whole.about_file.read_text())
-    assert about["recipe_hash"] == load_recipe("baseline+cpu", OVERRIDES).hash
+    resolved = resolve_levers(load_recipe("baseline+cpu", OVERRIDES))
+    assert resolved.levers["ema"] == {"horizon": 0.06}
+    assert whole.recipe_file.read_text() == to_toml(resolved)
+    assert json.loads(whole.about_file.read_text())["recipe_hash"] == resolved.hash
 
 
 def test_a_time_budget_ends_within_a_step(

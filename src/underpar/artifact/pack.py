@@ -130,6 +130,8 @@ def _read_header(raw: bytes) -> tuple[Recipe, list[dict[str, Any]]]:
         raise ArtifactError(f"artifact header is malformed ({error!r})") from error
     except (RecipeError, DataError) as error:
         raise ArtifactError(f"artifact holds a recipe that cannot be used: {error}") from error
+    if not table:
+        raise ArtifactError("artifact holds no tensors")
     if sum(math.prod(row["shape"]) for row in table) > MAX_WEIGHTS:
         raise ArtifactError(f"artifact claims more than {MAX_WEIGHTS} weights")
     if len({row["name"] for row in table}) != len(table):
@@ -141,8 +143,9 @@ def _check_row(row: Mapping[str, Any]) -> None:
     whole = [*row["shape"]]
     if parse_scheme(row["scheme"]).bits:
         whole += [row["bytes"], *row["freqs"]]
-        if not -128 <= row["low"] <= 128 - len(row["freqs"]):
-            raise ValueError("codes out of range")
+        inside = type(row["low"]) is int and -128 <= row["low"] <= 128 - len(row["freqs"])
+        if not inside or max(row["freqs"], default=0) > 1 << rans.PROB_BITS:
+            raise ValueError("codes or frequencies out of range")
     if not isinstance(row["name"], str) or any(type(n) is not int or n < 0 for n in whole):
         raise ValueError("a size that is not a whole number")
     if not all(row["shape"]) or len(row["shape"]) > 4:

@@ -18,7 +18,7 @@ from underpar.audit.finding import Finding, judge, not_shown
 from underpar.codec.stream import Codec, code_documents
 from underpar.data.build import labelled_documents
 from underpar.data.folder import DataFolder, hash_file
-from underpar.errors import RuleError
+from underpar.errors import UnderparError
 from underpar.infer.predictor import Predictor
 from underpar.recipe import Recipe
 from underpar.runtime import Clock, Runtime
@@ -54,7 +54,7 @@ def size(case: Case) -> Finding:
     return judge(
         "size",
         total <= cap,
-        f"{artifact} + {case.code_bytes} bytes of code = {total} of {cap}",
+        f"{artifact} + {case.code_bytes} bytes of code = {total} of {cap}, the recipe's cap",
         artifact_bytes=artifact,
         code_bytes=case.code_bytes,
         cap_bytes=cap,
@@ -171,6 +171,9 @@ def score_before_update(case: Case) -> Finding:
     """R07, R10, R11: each document priced once, adaptation only behind it, nothing rescored."""
     if "adapt" not in case.scores:
         return not_shown("score before update", "no adapted score in the run")
+    num_documents = min(8, case.data.val.num_documents)
+    if num_documents < 2:
+        return not_shown("score before update", "one document: nothing comes before an update")
     priced: set[int] = set()
     violations = 0
     for kind, first, last in case.scores["adapt"].events:
@@ -178,13 +181,16 @@ def score_before_update(case: Case) -> Finding:
         violations += len(documents & priced if kind == "price" else documents - priced)
         priced |= documents if kind == "price" else set()
     changed = probes.scored_prefix_changes(
-        lambda shard: _adapted_bits(case, shard), case.data.val, 8, case.recipe.model.vocab_size
+        lambda shard: _adapted_bits(case, shard),
+        case.data.val,
+        num_documents,
+        case.recipe.model.vocab_size,
     )
     return judge(
         "score before update",
         violations == 0 and changed == 0,
         f"{violations} events out of order; {changed} earlier documents changed when the last "
-        "of 8 was replaced, adaptation running",
+        f"of {num_documents} was replaced, adaptation running",
         violations=violations,
         changed_documents=changed,
     )
@@ -252,13 +258,13 @@ RULES: tuple[Callable[[Case], Finding], ...] = (
 
 
 def run_audit(case: Case, on_rule: Callable[[Finding], None] | None = None) -> list[Finding]:
-    """Every rule in turn. A rule that the scorer itself refuses is a fail, with its words."""
+    """Every rule in turn. What the scorer or the codec itself refuses is a fail, in its words."""
     findings = []
     for rule in RULES:
         started = time.perf_counter()
         try:
             finding = rule(case)
-        except (RuleError, AssertionError) as error:
+        except (UnderparError, AssertionError) as error:
             finding = judge(rule.__name__.replace("_", " "), False, f"refused: {error}")
         findings.append(replace(finding, seconds=time.perf_counter() - started))
         if on_rule:

@@ -19,6 +19,6 @@ def main() -> None:
     """Run the command line; a user's mistake is one line and exit code 2."""
     try:
         app()
-    except UnderparError as error:
+    except (UnderparError, OSError) as error:
         ERR.print(f"error: {error}", markup=False, soft_wrap=True)
         sys.exit(2)

@@ -67,15 +67,15 @@ def report(
 
     folders = [RunFolder(run) for run in runs]
     path = build_report(folders, out or folders[0].report_file)
-    show_json({"report": str(path)}) if json else OUT.print(f"report: {path}")
+    show_json({"report": str(path)}) if json else typer.echo(f"report: {path}")
 
 
 @app.command()
 def bench(
     name: Annotated[str, typer.Argument(help="A benchmark, or 'list'.")] = "list",
     quads: Annotated[int, typer.Option(help="A B B A rounds.")] = 12,
-    block_seconds: Annotated[float, typer.Option(help="Shortest timed block.")] = 0.2,
-    warmup_seconds: Annotated[float, typer.Option(help="Alternating warm-up.")] = 2.0,
+    block_seconds: Annotated[float, typer.Option(help="Shortest timed block.")] = 2.0,
+    warmup_seconds: Annotated[float, typer.Option(help="Alternating warm-up.")] = 30.0,
     device: Device = "auto",
     json: Json = False,
 ) -> None:
@@ -138,8 +138,9 @@ def compare(
     rows = []
     for test in result["tests"]:
         interval = "{low:.4f} to {high:.4f}".format(**test["interval"])
-        rows.append((test["test"], test["margin"], test["gain"], interval, test["p"]))
-    columns = ("test", "margin#", "gain (BPB)#", "95 % interval#", "p, one-sided#")
+        sizes = f"{test['num_old']} / {test['num_new']}"
+        rows.append((test["test"], sizes, test["margin"], test["gain"], interval, test["p"]))
+    columns = ("test", "runs#", "margin#", "gain (BPB)#", "95 % interval#", "p, one-sided#")
     show_table("lower bits per byte is better", columns, rows)
     needed = result["seeds_needed_for_this_gain"]
     OUT.print(f"seeds a side to show this gain at p < 0.01 with power 0.8: {needed or 'none will'}")

@@ -18,7 +18,7 @@ from underpar.cli.options import (
     load_checked,
     show_summary,
 )
-from underpar.console import OUT, show_json, show_table
+from underpar.console import show_json, show_table
 
 if TYPE_CHECKING:
     from underpar.artifact.budget import Budget
@@ -47,7 +47,8 @@ def recipe_show(recipe: RecipeName, set_: Set = None, json: Json = False) -> Non
     if json:
         show_json({"hash": resolved.hash, **to_tree(resolved)})
     else:
-        OUT.print(f"# {recipe}, hash {resolved.hash}\n{to_toml(resolved)}", markup=False)
+        # Plain, so that the text stays TOML at any width.
+        typer.echo(f"# {recipe}, hash {resolved.hash}\n{to_toml(resolved)}")
 
 
 @data_app.command("build")

@@ -76,9 +76,10 @@ def _drive(
 
 def probabilities(log_probs: torch.Tensor) -> np.ndarray:
     """Probabilities (L, V) in float64, each row summing to 1 to the last bits."""
-    probs = log_probs.cpu().double().numpy()
-    np.exp(probs, out=probs)
-    return probs / probs.sum(axis=1, keepdims=True)
+    # In torch, whose version the compressed file names; the integers after it are exact anywhere.
+    probs = log_probs.cpu().double().exp()
+    whole: np.ndarray = (probs / probs.sum(dim=1, keepdim=True)).numpy()
+    return whole
 
 
 def encode_documents(

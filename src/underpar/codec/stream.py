@@ -78,8 +78,8 @@ def read_header(data: bytes) -> tuple[Header, bytes]:
     machine = data[FIXED.size : end].decode("ascii", "replace")
     header = Header(method, artifact, lanes, documents, num_bytes, checksum, machine)
     payload = data[end + 4 :]
-    # Each document ends with a token, and every coded token of text holds at least a byte.
-    plausible = 1 <= lanes <= MAX_LANES and 1 <= documents <= max(1, num_bytes)
+    # One document a lane, none of them empty.
+    plausible = 1 <= documents <= lanes <= MAX_LANES and documents <= num_bytes
     if method not in (STORED, CODED) or (method == CODED and not plausible):
         raise CodecError("compressed file's header makes no sense: damaged")
     return header, payload

@@ -160,12 +160,19 @@ def _write_shards(
             for split in SPLITS
         }
         num_documents = 0
+        hashes: dict[str, set[str]] = {split: set() for split in SPLITS}
         for batch in _batches(labelled_documents(sources, fraction)):
             encoded = model.encode_documents([document.text for _, _, document in batch])
             for (split, hash_hex, document), tokens in zip(batch, encoded, strict=True):
+                hashes[split].add(hash_hex)
                 writers[split].add(tokens, len(document.text.encode()), hash_hex)
             num_documents += len(batch)
             report("encode", num_documents)
+        if both := sorted(hashes["train"] & hashes["val"]):
+            raise DataError(
+                f"{len(both)} held-out documents are also in the training files (SHA-256 "
+                f"{both[0][:16]}...); take them out of one side"
+            )
         for split, writer in writers.items():
             if not writer.num_documents:
                 raise DataError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -26,8 +27,10 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.max_tokens < 0:
             raise UnderparError(f"max_tokens = {self.max_tokens}: expected 0 or more")
-        if self.temperature < 0:
+        if not 0 <= self.temperature < math.inf:
             raise UnderparError(f"temperature = {self.temperature}: expected 0 or more")
+        if not 0 <= self.seed < 1 << 63:
+            raise UnderparError(f"seed = {self.seed}: expected 0 to 2^63 - 1")
         if not 0 < self.top_p <= 1:
             raise UnderparError(f"top_p = {self.top_p}: expected above 0 and at most 1")
 
@@ -36,7 +39,8 @@ def choose(log_probs: Tensor, sampling: Sampling, generator: torch.Generator) ->
     """One token from log-probabilities (V,); top_p is nucleus sampling (arXiv:1904.09751)."""
     if sampling.temperature == 0:
         return int(log_probs.argmax())
-    probs = (log_probs / sampling.temperature).softmax(-1).cpu()
+    # float64: a tiny temperature must not overflow.
+    probs = (log_probs.cpu().double() / sampling.temperature).softmax(-1)
     ordered, tokens = probs.sort(descending=True)
     # A token stays when those before it hold less than top_p: the first always does.
     kept = ordered * (ordered.cumsum(-1) - ordered < sampling.top_p)
@@ -47,27 +51,50 @@ def generate(
     predictor: Predictor, tokenizer: Tokenizer, prompt: str, sampling: Sampling
 ) -> Iterator[str]:
     """Yield the text after `prompt` as it is written; ends with the document or at max_tokens."""
+    try:
+        raw = prompt.encode()
+    except UnicodeEncodeError as error:
+        raise UnderparError(f"prompt has a lone surrogate at character {error.start}") from error
     generator = torch.Generator().manual_seed(sampling.seed)
-    stepper = predictor.stepper(1)
+    reader = _Reader(predictor, [tokenizer.bos_id, *tokenizer.encode(raw).tolist()])
     utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-    tokens = [tokenizer.bos_id, *tokenizer.encode(prompt.encode()).tolist()]
-    # A piece that fills up begins again: the last half of the context comes along.
-    keep = predictor.context // 2
-    fed = 0
-    for token in tokens[-keep:]:
-        log_probs = stepper.step(torch.tensor([token], device=predictor.device))
-        fed += 1
     for _ in range(sampling.max_tokens):
-        token = choose(log_probs[0], sampling, generator)
+        token = choose(reader.log_probs, sampling, generator)
         if token == tokenizer.bos_id:
             break
-        tokens.append(token)
         yield utf8.decode(tokenizer.decode([token]))
-        if fed == predictor.context:
-            stepper.reset(torch.ones(1, dtype=torch.bool, device=predictor.device))
-            for old in tokens[-keep:-1]:
-                stepper.step(torch.tensor([old], device=predictor.device))
-            fed = keep - 1
-        log_probs = stepper.step(torch.tensor([token], device=predictor.device))
-        fed += 1
+        reader.read(token)
     yield utf8.decode(b"", final=True)
+
+
+class _Reader:
+    """One lane that has read `tokens`; a context that fills up begins again with its last half."""
+
+    def __init__(self, predictor: Predictor, tokens: list[int]) -> None:
+        self._stepper = predictor.stepper(1)
+        self._device, self._context = predictor.device, predictor.context
+        self._tokens = tokens
+        self._fed = 0
+        self._restart()
+
+    def read(self, token: int) -> None:
+        """Go on with `token`."""
+        self._tokens.append(token)
+        if self._fed == self._context:
+            self._restart()
+        else:
+            self._feed(token)
+
+    def _restart(self) -> None:
+        keep = self._context // 2
+        # The token before the half is fed first, so that what looks one back sees it.
+        for token in self._tokens[-keep - 1 : -keep]:
+            self._feed(token)
+        self._stepper.reset(torch.ones(1, dtype=torch.bool, device=self._device))
+        self._fed = 0
+        for token in self._tokens[-keep:]:
+            self._feed(token)
+
+    def _feed(self, token: int) -> None:
+        self.log_probs = self._stepper.step(torch.tensor([token], device=self._device))[0]
+        self._fed += 1

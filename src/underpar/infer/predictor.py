@@ -19,6 +19,9 @@ from underpar.model.gpt import GPT
 from underpar.model.past import PackedPast
 from underpar.seams import Adapter
 
+# Rows of logits made at a time: a long document's all at once would not fit.
+ROWS = 8192
+
 
 class Predictor:
     """A model with fixed weights, plus the adapters of its recipe."""
@@ -37,17 +40,23 @@ class Predictor:
     @torch.no_grad()
     def log_probs(self, batch: Batch) -> Tensor:
         """Log-probabilities (N, V) in nats of every next token, each from its past alone."""
-        batch = batch.to(self.device)
-        past = PackedPast(batch.segments.cu, batch.segments.max_len)
-        logits = self.model(batch.inputs, batch.segments.positions, past)
-        return F.log_softmax(logits.float(), dim=-1)
+        return F.log_softmax(self.model.head(self._hidden(batch)).float(), dim=-1)
 
+    @torch.no_grad()
     def nll(self, batch: Batch) -> Tensor:
         """Nats (N,) of the batch's targets. From here on the batch counts as priced."""
-        targets = batch.targets.to(self.device)
-        nats = -self.log_probs(batch).gather(1, targets[:, None])[:, 0]
+        hidden, targets = self._hidden(batch), batch.targets.to(self.device)
+        nats = [
+            F.cross_entropy(self.model.head(x).float(), t, reduction="none")
+            for x, t in zip(hidden.split(ROWS), targets.split(ROWS), strict=True)
+        ]
         self._priced = batch
-        return nats
+        return torch.cat(nats)
+
+    def _hidden(self, batch: Batch) -> Tensor:
+        batch = batch.to(self.device)
+        past = PackedPast(batch.segments.cu)
+        return self.model.hidden(batch.inputs, batch.segments.positions, past)
 
     def adapt(self, batch: Batch) -> None:
         """Learn from `batch`, which must be the one priced last; it can be used once."""
@@ -55,18 +64,25 @@ class Predictor:
             raise RuleError("adapt was given tokens that have not been priced; score them first")
         self._priced = None
         named = dict(self.model.named_parameters())
-        batch = batch.to(self.device)
-        past = PackedPast(batch.segments.cu, batch.segments.max_len)
         for adapter in self._adapters:
             parameters = adapter.parameters(named)
             for parameter in parameters:
                 parameter.requires_grad_(True)
-            logits = self.model(batch.inputs, batch.segments.positions, past)
-            F.cross_entropy(logits.float(), batch.targets).backward()
+            self._backward(batch)
             adapter.update(parameters)
             for parameter in parameters:
                 parameter.requires_grad_(False)
                 parameter.grad = None
+
+    def _backward(self, batch: Batch) -> None:
+        hidden, targets = self._hidden(batch), batch.targets.to(self.device)
+        # The head goes slice by slice up to a copy of its input, then the rest in one pass.
+        leaf = hidden.detach().requires_grad_(True)
+        for x, t in zip(leaf.split(ROWS), targets.split(ROWS), strict=True):
+            loss = F.cross_entropy(self.model.head(x).float(), t, reduction="sum")
+            (loss / len(targets)).backward()
+        if hidden.requires_grad:
+            hidden.backward(leaf.grad)
 
     @property
     def can_adapt(self) -> bool:

@@ -24,6 +24,7 @@ class Result:
     bpb: float
     seed: int | None = None
     bytes_per_target: float | None = None
+    data: str | None = None
 
 
 def read_result(text: str, method: str) -> Result:
@@ -39,18 +40,22 @@ def read_result(text: str, method: str) -> Result:
     tree = folder.read_json(folder.score_file(method) if path.is_dir() else path)
     seed = folder.read_recipe().train.seed if folder.recipe_file.exists() else None
     try:
-        return Result(text, float(tree["bpb"]), seed, tree["bytes"] / tree["targets"])
+        width = tree["bytes"] / tree["targets"]
+        return Result(text, float(tree["bpb"]), seed, width, tree.get("data_identity"))
     except (KeyError, TypeError, ZeroDivisionError) as error:
         raise BenchError(f"{text} is not a score file ({error!r})") from error
 
 
 def compare(old: Sequence[Result], new: Sequence[Result]) -> dict[str, Any]:
     """Welch's test always, the paired one where both sides have the same seeds; two margins."""
+    if len({r.data for r in (*old, *new) if r.data}) > 1:
+        raise BenchError("these scores are of different held-out texts and do not compare")
     olds, news = [r.bpb for r in old], [r.bpb for r in new]
     tests = [welch(olds, news)]
-    margin = record_margin_bpb(new)
-    if margin is not None:
-        tests.append(welch(olds, news, margin))
+    per_token = record_margin_bpb(new)
+    if per_token is not None:
+        # The margin is read per token or, by some, per byte: both are shown.
+        tests += [welch(olds, news, m) for m in (per_token, RECORD_MARGIN_NATS / LN_2)]
     pairs = pair_by_seed(old, new)
     if pairs:
         tests.append(paired(*pairs))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from importlib import import_module
-from types import ModuleType
+from typing import cast
+
+from underpar.seams import LeverModule
 
 # Modules by name, imported when used: a bundle carries the levers of its recipe and no others.
 LEVERS = {
@@ -15,6 +17,6 @@ LEVERS = {
 }
 
 
-def lever_module(name: str) -> ModuleType:
+def lever_module(name: str) -> LeverModule:
     """The module of a lever in the table."""
-    return import_module(LEVERS[name])
+    return cast(LeverModule, import_module(LEVERS[name]))

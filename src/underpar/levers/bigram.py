@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from underpar.recipe import ModelSpec
+from underpar.recipe import ModelSpec, require
 from underpar.seams import BOS_ID, Past
 
 STAGE = "model"
@@ -29,6 +29,10 @@ class Settings:
     buckets: int = 3072
     width: int = 160
     scale: float = 0.05
+
+    def __post_init__(self) -> None:
+        require(self.buckets > 1, f"levers.bigram.buckets = {self.buckets}: expected at least 2")
+        require(self.width > 0, f"levers.bigram.width = {self.width}: expected at least 1")
 
 
 class Bigram(nn.Module):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from underpar.recipe import ModelSpec
+from underpar.recipe import ModelSpec, require
 
 STAGE = "train"
 
@@ -24,6 +24,9 @@ class Settings:
     """`horizon`: time constant of the average, as a fraction of the steps so far."""
 
     horizon: float = 0.06
+
+    def __post_init__(self) -> None:
+        require(self.horizon > 0, f"levers.ema.horizon = {self.horizon}: expected more than 0")
 
 
 class WeightAverage:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from underpar.recipe import ModelSpec
+from underpar.recipe import ModelSpec, require
 from underpar.seams import BOS_ID, Past
 
 STAGE = "model"
@@ -25,6 +25,9 @@ class Settings:
 
     init: float = 0.0
     width: int = 12
+
+    def __post_init__(self) -> None:
+        require(self.width > 0, f"levers.smear.width = {self.width}: expected at least 1")
 
 
 class Smear(nn.Module):

@@ -66,6 +66,10 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Tensor, past: Past) -> Tensor:
         """Logits (N, V) after each of tokens (N,) at positions (N,) of its piece."""
+        return self.head(self.hidden(tokens, positions, past))
+
+    def hidden(self, tokens: Tensor, positions: Tensor, past: Past) -> Tensor:
+        """What the head reads (N, dim): everything but the vocabulary."""
         x = self.embedding(tokens)
         for hook in self.hooks["embed"]:
             x = hook(x, tokens, past)
@@ -74,7 +78,11 @@ class GPT(nn.Module):
         angles = first.attn.rotary.angles(positions)
         for block in self.blocks:
             x = block(x, angles, past, self.hooks)
-        logits = F.linear(_norm(x), self.embedding.weight)
+        return _norm(x)
+
+    def head(self, x: Tensor) -> Tensor:
+        """Logits (N, V) of hidden states (N, dim); each row on its own."""
+        logits = F.linear(x, self.embedding.weight)
         # Soft cap as in Gemma 2 (arXiv:2408.00118).
         logits = self.softcap * torch.tanh(logits / self.softcap)
         for hook in self.hooks["logits"]:

@@ -11,8 +11,8 @@ from underpar.kernels.attention import Pack, attend_packed
 class PackedPast:
     """The past of a flat pack: pieces for attention, the token before for everything else."""
 
-    def __init__(self, cu: Tensor, max_len: int) -> None:
-        self._pack = Pack.from_boundaries(cu, max_len)
+    def __init__(self, cu: Tensor) -> None:
+        self._pack = Pack.from_boundaries(cu)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention within each piece."""

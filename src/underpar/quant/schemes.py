@@ -33,7 +33,8 @@ class Scheme:
     def __str__(self) -> str:
         if not self.bits:
             return "fp16"
-        return f"int{self.bits}" + (f":{self.sigmas:g}" if self.sigmas else "")
+        # repr keeps every digit: the name is what the artifact stores.
+        return f"int{self.bits}" + (f":{self.sigmas!r}".removesuffix(".0") if self.sigmas else "")
 
 
 def parse_scheme(text: str) -> Scheme:

@@ -44,22 +44,26 @@ class Scorer:
         method = "adapt" if adapt else "plain"
         lengths = np.diff(self.shard.starts, append=self.shard.num_tokens).tolist()
         chunk_tokens = part.adapt_tokens if adapt else part.batch_tokens
+        bits, num_bytes = 0.0, 0
         for index, chunk in enumerate(chunk_documents(lengths, chunk_tokens)):
             if index % self.runtime.world != self.runtime.rank:
                 continue
-            batch = self.price(chunk)
+            with self.clock.phase("score"):
+                batch = self.price(chunk)
             if adapt:
-                self.adapt(batch, chunk)
+                with self.clock.phase("adapt"):
+                    self.adapt(batch, chunk)
+            bits += sum(e.bits for e in self.entries[-len(chunk) :])
+            num_bytes += sum(e.num_bytes for e in self.entries[-len(chunk) :])
             if on_chunk:
-                on_chunk(chunk.stop / self.shard.num_documents, Score(method, self.entries).bpb)
+                on_chunk(chunk.stop / self.shard.num_documents, bits / num_bytes)
         return self._merge(Score(method, self.entries, self.clock.read(), self.events))
 
     def price(self, documents: Sequence[int]) -> Batch:
         """Price consecutive documents and commit them to the ledger."""
-        with self.clock.phase("score"):
-            docs = [self.shard.doc(i) for i in documents]
-            batch, owner = pack_documents(docs, int(docs[0][0]), self.predictor.context)
-            nats = self.predictor.nll(batch).double().cpu().numpy()
+        docs = [self.shard.doc(i) for i in documents]
+        batch, owner = pack_documents(docs, int(docs[0][0]), self.predictor.context)
+        nats = self.predictor.nll(batch).cpu().double().numpy()
         counted = np.ones(len(nats), dtype=bool)
         # The stream ends with its last document: nothing follows it, so nothing is predicted.
         counted[-1] = documents[-1] != self.shard.num_documents - 1
@@ -73,8 +77,9 @@ class Scorer:
 
     def adapt(self, batch: Batch, documents: Sequence[int]) -> None:
         """Learn from the documents priced last."""
-        with self.clock.phase("adapt"):
-            self.predictor.adapt(batch)
+        self.predictor.adapt(batch)
+        # A device works on behind the call; its time belongs here.
+        self.runtime.synchronize()
         self.events.append(("adapt", documents[0], documents[-1]))
 
     def _merge(self, own: Score) -> Score:

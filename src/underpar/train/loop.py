@@ -53,13 +53,13 @@ class Trainer:
         started = saved = time.perf_counter()
         with interruptible() as interrupted, closing(self.batches()) as batches:
             while True:
-                seconds = before + time.perf_counter() - started
-                step = self.position.step
+                seconds, step = self.position.seconds, self.position.step
                 p = schedule.progress(self.part, seconds, step, step * step_tokens)
                 p = from_main(p if not interrupted() else -1.0, self.runtime)
                 if p < 0 or p >= 1:
                     break
                 record = self._step(p, batches)
+                # One reading a step decides, is logged and is saved: a resumed run agrees.
                 seconds = before + time.perf_counter() - started
                 self.position = replace(self.position, step=step + 1, seconds=seconds)
                 self._log(record, on_step)
@@ -94,6 +94,7 @@ class Trainer:
         tokens = self.loader.micro_batch_tokens * self.loader.num_micro_batches * record["step"]
         line = {key: float(v) if isinstance(v, torch.Tensor) else v for key, v in record.items()}
         line |= {"tokens": tokens, "seconds": self.position.seconds}
+        line["epochs"] = self.loader.num_epochs(record["step"])
         if self.runtime.device.type == "cuda":
             line["memory_bytes"] = torch.cuda.max_memory_allocated()
         with self.folder.metrics_file.open("a") as file:

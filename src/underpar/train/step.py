@@ -17,7 +17,7 @@ from underpar.train.dist import sum_over_ranks
 
 def mean_loss(model: nn.Module, batch: Batch) -> Tensor:
     """Mean nats a target of one micro-batch."""
-    past = PackedPast(batch.segments.cu, batch.segments.max_len)
+    past = PackedPast(batch.segments.cu)
     logits = model(batch.inputs, batch.segments.positions, past)
     return F.cross_entropy(logits.float(), batch.targets)
 

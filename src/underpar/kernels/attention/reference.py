@@ -8,30 +8,44 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# Pieces up to this long share a bucket; longer ones are sorted by powers of two.
+SHORTEST_BUCKET = 32
+
 
 @dataclass(frozen=True)
 class Pack:
-    """Where the pieces of a flat pack lie in a padded grid, worked out once a batch.
+    """Where the pieces of a flat pack lie in padded grids, worked out once a batch.
 
-    `grid` (S, L) holds flat positions, piece by row, with any position in the padding;
-    `flat` (N,) holds the cell of the grid where each token lies.
+    Pieces of like length share a grid, so that one long piece does not pad all others. Each grid
+    (S, L) holds flat positions, piece by row; `cells` (its tokens,) are the real ones among its
+    S * L. `order` (N,) puts the tokens of all grids, one grid after the other, back in line.
     """
 
-    grid: Tensor
-    flat: Tensor
+    grids: tuple[tuple[Tensor, Tensor], ...]
+    order: Tensor
 
     @staticmethod
-    def from_boundaries(cu: Tensor, max_len: int) -> Pack:
+    def from_boundaries(cu: Tensor) -> Pack:
         """From segment boundaries (S+1,), on their device."""
-        cu = cu.long()
-        starts, ends = cu[:-1], cu[1:]
-        offsets = torch.arange(max_len, device=cu.device)
-        # Padding reads the piece's last token; causality keeps it from every real query.
-        grid = torch.minimum(starts[:, None] + offsets, (ends - 1)[:, None])
-        lengths = ends - starts
-        rows = torch.repeat_interleave(torch.arange(len(lengths), device=cu.device), lengths)
-        flat = torch.arange(len(rows), device=cu.device) - starts[rows] + rows * max_len
-        return Pack(grid, flat)
+        bounds = cu.cpu().long()
+        starts, lengths = bounds[:-1], bounds[1:] - bounds[:-1]
+        exponents = torch.ceil(torch.log2(lengths.clamp(min=SHORTEST_BUCKET).double())).long()
+        grids, tokens = [], []
+        for exponent in exponents.unique().tolist():
+            own = exponents == exponent
+            grid, cells = _grid(starts[own], lengths[own])
+            grids.append((grid.to(cu.device), cells.to(cu.device)))
+            tokens.append(grid.flatten()[cells])
+        order = torch.cat(tokens).argsort()
+        return Pack(tuple(grids), order.to(cu.device))
+
+
+def _grid(starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    offsets = torch.arange(int(lengths.max()))
+    real = offsets < lengths[:, None]
+    # Padding reads the piece's last token; causality keeps it from every real query.
+    grid = starts[:, None] + torch.minimum(offsets, lengths[:, None] - 1)
+    return grid, real.flatten().nonzero()[:, 0]
 
 
 def attend_packed(q: Tensor, k: Tensor, v: Tensor, pack: Pack) -> Tensor:
@@ -39,6 +53,11 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, pack: Pack) -> Tensor:
 
     Query head h reads key head h // (H / K). The scale is 1 / sqrt(D).
     """
-    q, k, v = (t[pack.grid].transpose(1, 2) for t in (q, k, v))  # (S, heads, L, D)
-    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.size(1) != k.size(1))
-    return y.transpose(1, 2).flatten(0, 1)[pack.flat]  # (N, H, D)
+    gqa = q.size(1) != k.size(1)
+    outs = []
+    for grid, cells in pack.grids:
+        heads = (t[grid].transpose(1, 2) for t in (q, k, v))  # (S, heads, L, D)
+        queries, keys, values = heads
+        y = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=gqa)
+        outs.append(y.transpose(1, 2).flatten(0, 1)[cells])
+    return torch.cat(outs)[pack.order]
