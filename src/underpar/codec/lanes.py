@@ -94,8 +94,7 @@ def encode_documents(
 
     def code(document: int, freqs: np.ndarray) -> int:
         token = int(next(queues[document]))
-        start = int(freqs[:token].sum())
-        coder.encode(start, int(freqs[token]))
+        coder.encode(*range_coder.interval(freqs, token))
         return token
 
     drive(predictor, len(documents), num_lanes, code, on_tokens)

@@ -176,12 +176,9 @@ def quantize(probs: np.ndarray) -> np.ndarray:
     return freqs
 
 
-def intervals(freqs: np.ndarray, symbols: np.ndarray) -> list[tuple[int, int]]:
-    """(start, freq) of symbols (L,) under frequencies (L, V), for `Encoder.encode`."""
-    index = np.asarray(symbols)[:, None]  # (L, 1)
-    own = np.take_along_axis(freqs, index, axis=1)[:, 0]
-    ends = np.take_along_axis(np.cumsum(freqs, axis=1), index, axis=1)[:, 0]
-    return list(zip((ends - own).tolist(), own.tolist(), strict=True))
+def interval(freqs: np.ndarray, symbol: int) -> tuple[int, int]:
+    """(start, freq) of a symbol under frequencies (V,), for `Encoder.encode`."""
+    return int(freqs[:symbol].sum()), int(freqs[symbol])
 
 
 def locate(freqs: np.ndarray, target: int) -> tuple[int, int, int]:

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+# Not cuDNN: it plans anew for every shape, and here no two batches have the same.
+BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 # Pieces up to this long share a bucket; longer ones are sorted by powers of two.
 SHORTEST_BUCKET = 32
@@ -56,8 +60,12 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, pack: Pack) -> Tensor:
     gqa = q.size(1) != k.size(1)
     outs = []
     for grid, cells in pack.grids:
-        heads = (t[grid].transpose(1, 2) for t in (q, k, v))  # (S, heads, L, D)
-        queries, keys, values = heads
-        y = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=gqa)
-        outs.append(y.transpose(1, 2).flatten(0, 1)[cells])
-    return torch.cat(outs)[pack.order]
+        # index_select: its backward adds rows, where plain indexing would sort them first.
+        rows = (t.index_select(0, grid.flatten()) for t in (q, k, v))
+        queries, keys, values = (r.unflatten(0, grid.shape).transpose(1, 2) for r in rows)
+        with sdpa_kernel(BACKENDS):
+            y = F.scaled_dot_product_attention(
+                queries, keys, values, is_causal=True, enable_gqa=gqa
+            )
+        outs.append(y.transpose(1, 2).flatten(0, 1).index_select(0, cells))
+    return torch.cat(outs).index_select(0, pack.order)
