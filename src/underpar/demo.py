@@ -16,7 +16,7 @@ from underpar.infer.generate import Sampling, generate
 from underpar.recipe import Recipe
 from underpar.report.build import build_report
 from underpar.run import RunFolder, write_atomic
-from underpar.runtime import open_runtime
+from underpar.runtime import Runtime, open_runtime
 
 PROMPT = "The government"
 
@@ -42,12 +42,7 @@ def run_demo(
         verbs.score(folder.artifact_file, data, runtime, adapt, quiet) for adapt in (False, True)
     )
     verdict, _ = verbs.audit(folder, runtime, data, code_tokens, quiet)
-    document = write_one_document(data, out / "document.txt")
-    coded = verbs.compress(folder.artifact_file, document, out / "document.upz", runtime, quiet)
-    verbs.decompress(folder.artifact_file, out / "document.upz", out / "document.back", runtime)
-    codec = pipeline.open_codec(folder.artifact_file, runtime)
-    sampling = Sampling(max_tokens=60)
-    text = PROMPT + "".join(generate(codec.predictor, codec.tokenizer, PROMPT, sampling))
+    coded, text = use_model(folder, data, out, runtime, quiet)
     report = build_report([folder], folder.report_file)
     result = {
         "trained": trained,
@@ -63,6 +58,18 @@ def run_demo(
     if not quiet:
         show_result(result)
     return result
+
+
+def use_model(
+    folder: RunFolder, data: Path, out: Path, runtime: Runtime, quiet: bool
+) -> tuple[dict[str, Any], str]:
+    """Compress a held-out document and bring it back, then write a paragraph."""
+    document = write_one_document(data, out / "document.txt")
+    coded = verbs.compress(folder.artifact_file, document, out / "document.upz", runtime, quiet)
+    verbs.decompress(folder.artifact_file, out / "document.upz", out / "document.back", runtime)
+    codec = pipeline.open_codec(folder.artifact_file, runtime)
+    pieces = generate(codec.predictor, codec.tokenizer, PROMPT, Sampling(max_tokens=60))
+    return coded, PROMPT + "".join(pieces)
 
 
 def fresh_run(path: Path, recipe: Recipe) -> RunFolder:
