@@ -27,6 +27,11 @@ def test_a_failed_write_leaves_the_old_file(
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
+def test_a_folder_is_not_written_over(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="is a folder"):
+        write_atomic(tmp_path, b"x")
+
+
 def test_json_round_trip(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "value.json"
     write_json(path, {"a": [1, 2.5]})

@@ -15,6 +15,8 @@ from underpar.recipe import Recipe, read_recipe_file, to_toml
 
 def write_atomic(path: Path, data: bytes | str) -> None:
     """Write to a temporary name beside `path`, flush to disk, rename: whole or not at all."""
+    if path.is_dir():
+        raise RunError(f"{path} is a folder; give the name of a file")
     raw = data.encode() if isinstance(data, str) else data
     path.parent.mkdir(parents=True, exist_ok=True)
     # One name a file: what a kill leaves behind, the next write takes over.

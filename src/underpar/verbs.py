@@ -43,11 +43,12 @@ def train(
 ) -> dict[str, Any]:
     """Train to the end of the budget, or to a signal; both leave a checkpoint."""
     last: dict[str, Any] = {}
-    if folder.checkpoint_file.exists() and not quiet and runtime.is_main:
-        ERR.print(f"continuing the run in {folder.path}")
+    resumed = folder.checkpoint_file.exists()
     with progress_bar("train", 1, quiet or not runtime.is_main) as bar:
 
         def show(line: dict[str, Any]) -> None:
+            if resumed and not last and not quiet:
+                ERR.print(f"continuing {folder.path} at step {line['step']}", markup=False)
             last.update(line)
             spent = spent_share(recipe.train, line)
             remark = f"step {line['step']:,}, loss {line['loss']:.3f}, {_speed(line):,.0f} tokens/s"

@@ -13,6 +13,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from underpar.errors import RunError
+from underpar.recipe import load_recipe
 from underpar.report.build import build_report, change_text, number_text, seconds_text
 from underpar.run import RunFolder
 
@@ -117,10 +118,10 @@ def test_a_missing_stage_names_its_command(
     assert f"not run yet: {command} {folder.path}" in text_of(page_of(tmp_path, folder))
 
 
-def test_an_empty_folder_has_a_page(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "empty")
-    folder.path.mkdir()
-    assert text_of(page_of(tmp_path, folder)).count("not run yet") == 11
+def test_a_run_that_has_only_begun_has_a_page(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "begun")
+    folder.write_recipe(load_recipe("demo"))
+    assert text_of(page_of(tmp_path, folder)).count("not run yet") == 10
 
 
 def test_several_runs_begin_with_a_comparison(make_run: Any, tmp_path: Path, trees: Any) -> None:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from underpar.errors import RunError
+from underpar.recipe import load_recipe
 from underpar.report.facts import Comparison
 from underpar.report.gather import gather
 from underpar.run import RunFolder
@@ -42,15 +43,21 @@ def test_recipe_sections_in_order(make_run: Any) -> None:
     )
 
 
-def test_an_empty_folder_is_a_run_with_nothing_in_it(tmp_path: Path) -> None:
-    run = gather(RunFolder(tmp_path))
-    assert (run.recipe_hash, run.recipe, run.steps, run.sizes) == (None, (), (), None)
+def test_a_run_that_has_only_begun_is_shown_empty(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.write_recipe(load_recipe("demo"))
+    run = gather(folder)
+    assert (run.recipe_hash, run.steps, run.sizes) == (None, (), None)
     assert (run.scores, run.audit, run.artifact_sha256) == ({}, None, None)
 
 
-def test_a_missing_folder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="nowhere is not a run folder"):
-        gather(RunFolder(tmp_path / "nowhere"))
+@pytest.mark.parametrize("exists", [False, True])
+def test_what_is_no_run_folder_is_named(tmp_path: Path, exists: bool) -> None:
+    path = tmp_path / "elsewhere"
+    if exists:
+        path.mkdir()
+    with pytest.raises(RunError, match="elsewhere is not a run folder"):
+        gather(RunFolder(path))
 
 
 def test_totals_come_from_the_ledger(make_run: Any, trees: Any) -> None:

@@ -32,7 +32,7 @@ EVIDENCE_CHARACTERS = 300
 
 def gather(folder: RunFolder) -> RunReport:
     """Read what the stages have left in `folder` so far."""
-    if not folder.path.is_dir():
+    if not any(f.exists() for f in (folder.recipe_file, folder.about_file, folder.artifact_file)):
         raise RunError(f"{folder.path} is not a run folder; give the --out of 'underpar train'")
     try:
         return _gather(folder)
