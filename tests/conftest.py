@@ -9,7 +9,7 @@ import torch
 from tiny import TinyRun
 from underpar import pipeline
 from underpar.build import resolve_levers
-from underpar.data.build import build_data
+from underpar.data.build import BuildOptions, build_data
 from underpar.data.corpus import demo_corpus, read_documents
 from underpar.recipe import Recipe, load_recipe
 from underpar.run import RunFolder
@@ -44,7 +44,8 @@ def tiny_data(
 ) -> Path:
     """A data folder for `tiny_recipe`, a tenth or so of it held out."""
     out = tmp_path_factory.mktemp("data") / "tiny"
-    build_data([corpus_file], out, tiny_recipe.model.vocab_size, tiny_recipe.data.holdout)
+    options = BuildOptions(tiny_recipe.model.vocab_size, tiny_recipe.data.holdout)
+    build_data([corpus_file], out, options)
     return out
 
 

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from underpar.artifact.pack import Artifact, unpack
-from underpar.data.tokenizer import Tokenizer
+from underpar.data.tokenizer import Tokenizer, open_tokenizer
+from underpar.data.transforms import IDENTITY
 from underpar.errors import ArtifactError, DataError
 from underpar.infer.predictor import Predictor
 from underpar.levers import LEVERS, lever_module
@@ -78,10 +79,17 @@ def build_predictor(artifact: Artifact, device: torch.device) -> Predictor:
     return Predictor(model, device, adapters)
 
 
+def transform_of(recipe: Recipe) -> str:
+    """Name of the recipe's text transform, the lever of stage "data"; "identity" without one."""
+    names = list(plug_levers(recipe, "data"))
+    require(len(names) < 2, f"levers {' and '.join(names)}: one text transform at a time")
+    return names[0] if names else IDENTITY
+
+
 def build_tokenizer(artifact: Artifact) -> Tokenizer:
     """The artifact's tokenizer, which must fit its model."""
     try:
-        tokenizer = Tokenizer.from_bytes(artifact.tokenizer)
+        tokenizer = open_tokenizer(artifact.tokenizer, transform_of(artifact.recipe))
     except DataError as error:
         raise ArtifactError(f"artifact's tokenizer cannot be used: {error}") from error
     if tokenizer.vocab_size != artifact.recipe.model.vocab_size:
@@ -110,5 +118,6 @@ def require_same_tokenizer(artifact: Artifact, tokenizer: Tokenizer) -> None:
     if own != tokenizer.identity:
         raise ArtifactError(
             f"artifact has tokenizer {own[:12]}, the data were built with "
-            f"{tokenizer.identity[:12]}; build the data with the artifact's tokenizer"
+            f"{tokenizer.identity[:12]} (transform {tokenizer.transform_name}); build the data "
+            "with the artifact's tokenizer"
         )

@@ -31,7 +31,7 @@ def run_demo(
     started = time.perf_counter()
     runtime = open_runtime("cpu")
     data, folder = out / "data", fresh_run(out / "run", recipe)
-    verbs.build_data_folder(recipe, [demo_corpus()], data, quiet=quiet)
+    verbs.build_data_folder([demo_corpus()], data, verbs.build_options(recipe), quiet)
     trained = verbs.train(recipe, data, folder, runtime, quiet)
     if not trained["finished"]:
         raise UnderparError(

@@ -25,11 +25,12 @@ from underpar.build import (
     read_artifact,
     require_same_tokenizer,
     resolve_levers,
+    transform_of,
     weight_shapes,
 )
 from underpar.codec.stream import Codec
 from underpar.data.folder import DataFolder, load_data
-from underpar.data.loader import Loader
+from underpar.data.loader import Loader, equal_plan
 from underpar.data.shards import Shard
 from underpar.data.tokenizer import Tokenizer, read_model
 from underpar.errors import ArtifactError, RecipeError, RunError
@@ -66,26 +67,36 @@ def train_run(
     """Train `recipe` into `folder`, resuming what is there. True when the budget is spent."""
     recipe = resolve_levers(recipe)
     data = load_data(data_path)
-    if data.tokenizer.vocab_size != recipe.model.vocab_size:
-        raise RecipeError(
-            f"model.vocab_size = {recipe.model.vocab_size}, but the tokenizer of {data_path} has "
-            f"{data.tokenizer.vocab_size} pieces; set model.vocab_size or build the data again"
-        )
+    _check_tokenizer(recipe, data.tokenizer, data_path)
     if runtime.is_main:
         _begin_run(folder, recipe, data_path, data, runtime)
     with process_group(runtime):
         return make_trainer(recipe, data, folder, runtime).run(on_step)
 
 
+def _check_tokenizer(recipe: Recipe, tokenizer: Tokenizer, data_path: Path) -> None:
+    if tokenizer.vocab_size != recipe.model.vocab_size:
+        raise RecipeError(
+            f"model.vocab_size = {recipe.model.vocab_size}, but the tokenizer of {data_path} has "
+            f"{tokenizer.vocab_size} pieces; set model.vocab_size or build the data again"
+        )
+    wanted = transform_of(recipe)
+    if tokenizer.transform_name != wanted:
+        raise RecipeError(
+            f"the recipe's text transform is {wanted}, {data_path} was built with "
+            f"{tokenizer.transform_name}; name its lever or build the data again"
+        )
+
+
 def make_trainer(recipe: Recipe, data: DataFolder, folder: RunFolder, runtime: Runtime) -> Trainer:
     """Model, loader and levers of a recipe, ready to run."""
     seed_everything(recipe.train.seed)
     part = recipe.train
+    contexts = part.contexts or (part.context,)
+    plan = equal_plan(part.num_micro_batches, part.micro_batch_tokens, contexts)
     return Trainer(
         model=build_model(recipe).to(runtime.device),
-        loader=Loader(
-            data.train, part.micro_batch_tokens, part.num_micro_batches, part.context, part.seed
-        ),
+        loader=Loader(data.train, plan, part.seed, part.order),
         part=part,
         runtime=runtime,
         folder=folder,
@@ -107,7 +118,7 @@ def _begin_run(
                     "choose another --out"
                 )
     folder.write_recipe(recipe)
-    write_atomic(folder.tokenizer_file, data.tokenizer.model_proto)
+    write_atomic(folder.tokenizer_file, data.tokenizer.content)
     write_json(
         folder.about_file,
         {
@@ -200,6 +211,8 @@ def score_artifact(
         "data_identity": data_identity(data),
         "device": device_name(runtime.device),
         "xz_bytes": xz_bytes(data.val, data.tokenizer),
+        # A lossy tokenizer scores another text than the one whose bytes are counted.
+        "lossless": data.tokenizer.lossless,
     }
     path = RunFolder(artifact_path.parent).score_file(score.method)
     if runtime.is_main:

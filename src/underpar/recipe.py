@@ -21,165 +21,30 @@ from pathlib import Path
 from typing import Any
 
 from underpar.errors import RecipeError
+from underpar.parts import (
+    DataPart,
+    LimitsPart,
+    ModelSpec,
+    QuantPart,
+    ScorePart,
+    TrainPart,
+    require,
+)
 
 Tree = dict[str, Any]
-
-
-def require(condition: bool, message: str) -> None:
-    """Raise a RecipeError with `message` unless `condition` holds."""
-    if not condition:
-        raise RecipeError(message)
-
-
-@dataclass(frozen=True)
-class DataPart:
-    """How text becomes tokens."""
-
-    holdout: float = 0.1
-
-    def __post_init__(self) -> None:
-        require(0 < self.holdout < 1, f"data.holdout = {self.holdout}: expected between 0 and 1")
-
-
-# Far above any model of 16 MB: a foreign artifact's shapes are checked before they are built.
-LARGEST = {
-    "vocab_size": 1 << 20,
-    "num_layers": 256,
-    "dim": 1 << 14,
-    "num_heads": 256,
-    "num_kv_heads": 256,
-    "mlp_dim": 1 << 16,
-    "context": 1 << 20,
-}
-
-
-@dataclass(frozen=True)
-class ModelSpec:
-    """Shapes of the transformer; no behavior."""
-
-    vocab_size: int = 8192
-    num_layers: int = 11
-    dim: int = 512
-    num_heads: int = 8
-    num_kv_heads: int = 4
-    mlp_dim: int = 2048
-    rope_dims: int = 16
-    rope_base: float = 10_000.0
-    softcap: float = 30.0
-    mlp_slope: float = 0.5
-    context: int = 2048
-    embed_std: float = 0.005
-
-    def __post_init__(self) -> None:
-        for name, largest in LARGEST.items():
-            value = getattr(self, name)
-            require(0 < value <= largest, f"model.{name} = {value}: expected 1 to {largest}")
-        require(
-            self.dim % self.num_heads == 0 and self.num_heads % self.num_kv_heads == 0,
-            f"model.dim = {self.dim}, num_heads = {self.num_heads}, num_kv_heads = "
-            f"{self.num_kv_heads}: each must divide the one before",
-        )
-        require(
-            self.rope_dims % 2 == 0 and 0 <= self.rope_dims <= self.head_dim,
-            f"model.rope_dims = {self.rope_dims}: expected an even number up to {self.head_dim}",
-        )
-        require(self.softcap > 0, f"model.softcap = {self.softcap}: expected more than 0")
-
-    @property
-    def head_dim(self) -> int:
-        """Channels of one head."""
-        return self.dim // self.num_heads
-
-
-@dataclass(frozen=True)
-class TrainPart:
-    """Budget, batch, optimizers, schedule. A budget of 0 is no limit; the first reached ends."""
-
-    seed: int = 1337
-    budget_seconds: float = 600.0
-    budget_steps: int = 0
-    budget_tokens: int = 0
-    context: int = 2048
-    micro_batch_tokens: int = 98_304
-    num_micro_batches: int = 8
-    matrix_lr: float = 0.026
-    embed_lr: float = 0.03
-    scalar_lr: float = 0.02
-    matrix_decay: float = 0.095
-    embed_decay: float = 0.085
-    scalar_decay: float = 0.02
-    momentum: float = 0.97
-    momentum_start: float = 0.92
-    momentum_warmup: float = 0.3
-    adam_betas: tuple[float, float] = (0.9, 0.99)
-    clip: float = 0.3
-    warmdown: float = 0.85
-    lr_floor: float = 0.1
-    checkpoint_seconds: float = 60.0
-    log_every: int = 1
-
-    def __post_init__(self) -> None:
-        budgets = (self.budget_seconds, self.budget_steps, self.budget_tokens)
-        require(
-            min(budgets) >= 0 and max(budgets) > 0,
-            "train.budget_seconds, budget_steps, budget_tokens: give at least one above 0",
-        )
-        require(
-            0 <= self.warmdown <= 1, f"train.warmdown = {self.warmdown}: expected between 0 and 1"
-        )
-        for name in ("micro_batch_tokens", "num_micro_batches", "context", "log_every"):
-            value = getattr(self, name)
-            require(value > 0, f"train.{name} = {value}: expected a positive number")
-
-
-@dataclass(frozen=True)
-class QuantPart:
-    """Ordered rules `pattern scheme`; a tensor takes the first rule that matches its name."""
-
-    rules: tuple[str, ...] = ("* fp16",)
-
-    def __post_init__(self) -> None:
-        for rule in self.rules:
-            require(
-                len(rule.split()) == 2,
-                f"quant.rules: {rule!r} is not 'pattern scheme', as in '*.up.weight int6:12.85'",
-            )
-
-
-@dataclass(frozen=True)
-class ScorePart:
-    """How the held-out text is priced."""
-
-    batch_tokens: int = 65_536
-    adapt_tokens: int = 8_192
-
-    def __post_init__(self) -> None:
-        for name in ("batch_tokens", "adapt_tokens"):
-            value = getattr(self, name)
-            require(value > 0, f"score.{name} = {value}: expected a positive number")
-
-
-@dataclass(frozen=True)
-class LimitsPart:
-    """The byte budget: model file, tokenizer and code together."""
-
-    cap_bytes: int = 16_000_000
-
-    def __post_init__(self) -> None:
-        require(self.cap_bytes > 0, f"limits.cap_bytes = {self.cap_bytes}: expected more than 0")
 
 
 @dataclass(frozen=True)
 class Recipe:
     """Everything that names a run. Parts are handed out; the whole is never passed down."""
 
-    data: DataPart = DataPart()
-    model: ModelSpec = ModelSpec()
+    data: DataPart = field(default_factory=DataPart)
+    model: ModelSpec = field(default_factory=ModelSpec)
     levers: dict[str, Tree] = field(default_factory=dict)
-    train: TrainPart = TrainPart()
-    quant: QuantPart = QuantPart()
-    score: ScorePart = ScorePart()
-    limits: LimitsPart = LimitsPart()
+    train: TrainPart = field(default_factory=TrainPart)
+    quant: QuantPart = field(default_factory=QuantPart)
+    score: ScorePart = field(default_factory=ScorePart)
+    limits: LimitsPart = field(default_factory=LimitsPart)
 
     @property
     def hash(self) -> str:

@@ -85,6 +85,11 @@ def threads(number: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def num_cores() -> int:
+    """Processor cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def seed_everything(seed: int) -> None:
     """Seed Python, numpy and torch."""
     import numpy

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     from torch import Tensor
 
     from underpar.recipe import ModelSpec
@@ -29,6 +31,26 @@ class LeverModule(Protocol):
 
     def plug(self, settings: Any, spec: ModelSpec) -> Any:
         """The object whose methods are the hooks."""
+
+
+class TextTransform(Protocol):
+    """Data stage, seam `text`: a bijection of text that runs before the tokenizer.
+
+    Words are transformed one by one: forward(x + y) == forward(x) + forward(y) wherever y begins
+    with a space.
+    """
+
+    symbols: str
+    """Code points that the tokenizer keeps as pieces of their own, in the order of their ids."""
+
+    def forward(self, text: str) -> str:
+        """The text to tokenize."""
+
+    def inverse(self, text: str) -> str:
+        """The source text; a DataError where `text` is none that `forward` gives."""
+
+    def weights(self, text: str) -> npt.NDArray[np.int64]:
+        """The byte law: source bytes behind each code point of a transformed text."""
 
 
 class Past(Protocol):

@@ -10,6 +10,7 @@ from torch import nn
 
 from underpar import pipeline
 from underpar.build import build_model, plug_levers, resolve_levers
+from underpar.data.build import BuildOptions, build_data
 from underpar.data.loader import Batch, pack_documents
 from underpar.infer.predictor import Predictor
 from underpar.levers import LEVERS, lever_module
@@ -24,6 +25,15 @@ from underpar.train.groups import group_parameters
 
 ALL = list(LEVERS)
 MODEL = [name for name in ALL if lever_module(name).STAGE == "model"]
+
+
+def data_for(name: str, tiny_data: Path, corpus_file: Path, tmp_path: Path) -> Path:
+    """Data that a recipe with this lever can train on: a text transform needs its own."""
+    if lever_module(name).STAGE != "data":
+        return tiny_data
+    vocab_size = load_recipe("cpu").model.vocab_size
+    build_data([corpus_file], tmp_path / "data", BuildOptions(vocab_size, transform=name))
+    return tmp_path / "data"
 
 
 def recipe_with(name: str) -> Recipe:
@@ -65,13 +75,14 @@ def test_a_lever_says_what_it_is(lever: LeverModule) -> None:
 
 
 def test_a_lever_trains_packs_and_scores(
-    name: str, tiny_data: Path, tmp_path: Path, runtime: Runtime
+    name: str, tiny_data: Path, corpus_file: Path, tmp_path: Path, runtime: Runtime
 ) -> None:
     recipe = load_recipe("cpu", [f"levers.{name}=true", "train.budget_steps=3"])
-    folder = RunFolder(tmp_path)
-    assert pipeline.train_run(recipe, tiny_data, folder, runtime)
+    data = data_for(name, tiny_data, corpus_file, tmp_path)
+    folder = RunFolder(tmp_path / "run")
+    assert pipeline.train_run(recipe, data, folder, runtime)
     pipeline.pack_run(folder)
-    score = pipeline.score_artifact(folder.artifact_file, tiny_data, runtime).score
+    score = pipeline.score_artifact(folder.artifact_file, data, runtime).score
     assert np.isfinite(score.bpb)
     assert plug_levers(recipe, lever_module(name).STAGE)[name] is not None
 

@@ -41,6 +41,17 @@ def test_packed_equals_the_loop(lengths: list[int], heads: tuple[int, int]) -> N
     torch.testing.assert_close(out, attend_slowly(q, k, v, cu), rtol=1e-4, atol=1e-5)
 
 
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(1, 70), min_size=1, max_size=4), st.integers(0, 3), st.integers(1, 64))
+def test_empty_pieces_change_nothing(lengths: list[int], place: int, num_empty: int) -> None:
+    torch.manual_seed(sum(lengths))
+    cu = [0, *np.cumsum(lengths).tolist()]
+    q, k, v = torch.randn(3, cu[-1], 2, 6)
+    repeated = cu[min(place, len(cu) - 1)]
+    for more in ([cu[-1]] * num_empty, [repeated] * num_empty):
+        assert torch.equal(attend(q, k, v, sorted(cu + more)), attend(q, k, v, cu))
+
+
 def test_gradients_equal_the_loop() -> None:
     cu = [0, 3, 8]
     q = torch.randn(8, 4, 6, requires_grad=True)

@@ -87,6 +87,11 @@ def test_packed_documents_equal_lone_ones(random_model: GPT, tokens: Tensor) -> 
     torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-5)
 
 
+def test_padded_boundaries_change_nothing(random_model: GPT, tokens: Tensor) -> None:
+    padded = logits_of(random_model, tokens, [0, 8] + [20] * 62)
+    assert torch.equal(padded, logits_of(random_model, tokens, [0, 8, 20]))
+
+
 def test_only_distance_matters(random_model: GPT, tokens: Tensor) -> None:
     past = PackedPast(torch.tensor([0, 20]))
     here = random_model(tokens, torch.arange(20), past)

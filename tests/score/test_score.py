@@ -142,8 +142,8 @@ def test_adapting_needs_an_adapter_and_one_rank(
 def test_data_of_another_tokenizer_is_refused(
     tiny_run: TinyRun, corpus_file: Path, tmp_path: Path, runtime: Runtime
 ) -> None:
-    from underpar.data.build import build_data
+    from underpar.data.build import BuildOptions, build_data
 
-    build_data([corpus_file], tmp_path / "other", 450, 0.1)
+    build_data([corpus_file], tmp_path / "other", BuildOptions(450, 0.1))
     with pytest.raises(ArtifactError, match="built with"):
         pipeline.score_artifact(tiny_run.folder.artifact_file, tmp_path / "other", runtime)

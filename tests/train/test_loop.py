@@ -13,7 +13,7 @@ import torch
 
 from underpar import pipeline
 from underpar.build import resolve_levers
-from underpar.data.build import build_data
+from underpar.data.build import BuildOptions, build_data
 from underpar.errors import RecipeError, RunError
 from underpar.recipe import load_recipe, to_toml
 from underpar.run import RunFolder
@@ -107,7 +107,7 @@ def test_another_recipe_is_refused_in_the_same_folder(
 def test_other_data_are_refused_and_leave_the_folder_alone(
     whole: RunFolder, corpus_file: Path, tmp_path: Path, runtime: Runtime
 ) -> None:
-    build_data([corpus_file], tmp_path / "other", 512, 0.3)
+    build_data([corpus_file], tmp_path / "other", BuildOptions(512, 0.3))
     before = {p.name: p.read_bytes() for p in whole.path.iterdir()}
     with pytest.raises(RunError, match="data_identity"):
         recipe = load_recipe("baseline+cpu", OVERRIDES)

@@ -116,4 +116,5 @@ def head_of(shard: Shard, num_documents: int) -> Shard:
         shard.starts[:num],
         shard.doc_bytes[:num],
         shard.doc_hashes[:num],
+        shard.flags[:num],
     )

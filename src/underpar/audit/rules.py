@@ -14,9 +14,10 @@ from pathlib import Path
 import numpy as np
 
 from underpar.audit import probes
-from underpar.audit.finding import Finding, judge, not_shown
+from underpar.audit.finding import PASS, Finding, judge, not_shown
 from underpar.codec.stream import Codec, code_documents
 from underpar.data.build import labelled_documents
+from underpar.data.corpus import Reading
 from underpar.data.folder import DataFolder, hash_file
 from underpar.errors import UnderparError
 from underpar.infer.predictor import Predictor
@@ -88,34 +89,45 @@ def byte_count(case: Case) -> Finding:
     if not case.scores:
         return not_shown("bytes", "no score file in the run")
     shard, tokenizer = case.data.val, case.data.tokenizer
-    texts = [tokenizer.decode(shard.doc(i)) for i in range(shard.num_documents)]
-    hashes = [
-        hashlib.sha256(t).digest() == h.tobytes()
-        for t, h in zip(texts, shard.doc_hashes, strict=True)
-    ]
-    counted = [len(t) for t in texts]
-    ledgers = {m: [e.num_bytes for e in s.entries] == counted for m, s in case.scores.items()}
+    stated = shard.doc_bytes.tolist()
+    ledgers = {m: [e.num_bytes for e in s.entries] == stated for m, s in case.scores.items()}
     source = _source_bytes(case)
-    from_source = "source files gone" if source is None else f"{source} bytes in the source files"
-    return judge(
+    from_source = "no source text to count" if source is None else f"{source} bytes in the source"
+    texts = [tokenizer.decode(shard.doc(i)) for i in range(shard.num_documents)]
+    same = [
+        len(text) == num_bytes and hashlib.sha256(text).digest() == digest.tobytes()
+        for text, num_bytes, digest in zip(texts, stated, shard.doc_hashes, strict=True)
+    ]
+    finding = judge(
         "bytes",
-        all(hashes) and all(ledgers.values()) and source in (None, sum(counted)),
-        f"{sum(counted)} bytes decoded, {sum(hashes)} of {len(hashes)} documents match their "
-        f"hash, {from_source}",
-        decoded_bytes=sum(counted),
+        all(ledgers.values())
+        and source in (None, sum(stated))
+        and (all(same) or not tokenizer.lossless),
+        f"{sum(stated)} bytes scored, {sum(same)} of {len(same)} documents decode to their text, "
+        + from_source,
+        decoded_bytes=sum(map(len, texts)),
         source_bytes=source,
         ledgers_agree=ledgers,
     )
+    if finding.verdict == PASS and not tokenizer.lossless:
+        why = f"the tokenizer is lossy, so this score is not comparable: {finding.summary}"
+        return not_shown("bytes", why)
+    return finding
 
 
 def _source_bytes(case: Case) -> int | None:
-    inputs = case.data.manifest["inputs"]
+    manifest = case.data.manifest
+    inputs = manifest["inputs"]
+    # An imported folder was made from tokens; there is no text to count.
+    if "reading" not in manifest:
+        return None
     files = [Path(row["path"]) for row in inputs]
     if not all(
         f.exists() and hash_file(f) == row["sha256"] for f, row in zip(files, inputs, strict=True)
     ):
         return None
-    documents = labelled_documents(inputs, case.data.manifest["split"]["fraction"])
+    fraction, reading = manifest["split"]["fraction"], Reading(**manifest["reading"])
+    documents = labelled_documents(inputs, fraction, reading)
     return sum(len(document.text.encode()) for split, _, document in documents if split == "val")
 
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import sys
 
-from underpar.cli import judge, make, use
+from underpar.cli import data, judge, make, use
 from underpar.cli.options import app
 from underpar.console import ERR
 from underpar.errors import UnderparError
 
-__all__ = ["app", "judge", "main", "make", "use"]
+__all__ = ["app", "data", "judge", "main", "make", "use"]
 
 
 def main() -> None:

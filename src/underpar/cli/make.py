@@ -1,9 +1,9 @@
-"""Commands that make a model: recipe, data, train, pack, size, demo."""
+"""Commands that make a model: recipe, train, pack, size, demo."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -24,9 +24,7 @@ if TYPE_CHECKING:
     from underpar.artifact.budget import Budget
 
 recipe_app = typer.Typer(help="List the shipped recipes, or print one resolved.")
-data_app = typer.Typer(help="Turn text into token shards, or look into a data folder.")
 app.add_typer(recipe_app, name="recipe")
-app.add_typer(data_app, name="data")
 
 
 @recipe_app.command("list")
@@ -49,50 +47,6 @@ def recipe_show(recipe: RecipeName, set_: Set = None, json: Json = False) -> Non
     else:
         # Plain, so that the text stays TOML at any width.
         typer.echo(f"# {recipe}, hash {resolved.hash}\n{to_toml(resolved)}")
-
-
-@data_app.command("build")
-def data_build(
-    inputs: Annotated[list[Path], typer.Argument(help=".txt or .jsonl, plain or .xz .gz .zst.")],
-    out: Annotated[Path, typer.Option(help="The data folder to write.")],
-    recipe: Annotated[str, typer.Option(help="Takes vocabulary and hold-out from it.")] = "demo",
-    tokenizer: Annotated[
-        Path | None, typer.Option(help="Use this SentencePiece model instead of training one.")
-    ] = None,
-    val: Annotated[
-        list[Path] | None, typer.Option(help="Held-out files of a published split.")
-    ] = None,
-    set_: Set = None,
-    json: Json = False,
-) -> None:
-    """Train a lossless tokenizer and write token shards; documents are held out by their hash."""
-    from underpar.verbs import build_data_folder
-
-    manifest = build_data_folder(
-        load_checked(recipe, set_), inputs, out, tokenizer, val, quiet=json
-    )
-    show_json(manifest) if json else _show_manifest(out, manifest)
-
-
-@data_app.command("inspect")
-def data_inspect(
-    data: Annotated[Path, typer.Argument(help="A folder made by 'underpar data build'.")],
-    json: Json = False,
-) -> None:
-    """Check a data folder in full and say what it holds."""
-    from underpar.data.folder import load_data
-
-    manifest = load_data(data).manifest
-    show_json(manifest) if json else _show_manifest(data, manifest)
-
-
-def _show_manifest(path: Path, manifest: dict[str, Any]) -> None:
-    rows = [
-        (s, m["documents"], m["tokens"], m["bytes"], m["bytes"] / m["tokens"])
-        for s, m in ((s, manifest[s]) for s in ("train", "val"))
-    ]
-    columns = ("split", "documents#", "tokens#", "bytes#", "bytes/token#")
-    show_table(f"{path}: {manifest['tokenizer']['vocab_size']} pieces", columns, rows)
 
 
 @app.command()

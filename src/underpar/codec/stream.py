@@ -20,7 +20,7 @@ import torch
 
 from underpar.codec.lanes import OnTokens, decode_documents, encode_documents
 from underpar.data.tokenizer import Tokenizer
-from underpar.errors import CodecError
+from underpar.errors import CodecError, DataError
 from underpar.infer.predictor import Predictor
 
 MAGIC = b"UPZ1"
@@ -139,7 +139,12 @@ class Codec:
             header.num_lanes,
             max_tokens=header.num_bytes,
         )
-        return self._checked(header, b"".join(self.tokenizer.decode(p) for p in pieces))
+        # Joined first: a lane may end between an operator and its word.
+        tokens = np.concatenate([np.array(p, dtype=np.int64) for p in pieces])
+        try:
+            return self._checked(header, self.tokenizer.decode(tokens))
+        except DataError as error:
+            raise CodecError(f"the file is damaged: {error}") from error
 
     def _checked(self, header: Header, raw: bytes) -> bytes:
         right = len(raw) == header.num_bytes

@@ -1,24 +1,34 @@
-"""Documents: read them from text and JSON-lines files, name them by hash, split them by hash."""
+"""Documents: read them from text, JSON-lines and parquet files, name and split them by hash."""
 
 import gzip
 import hashlib
 import io
 import json
 import lzma
+import re
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
+from underpar.data.parquet import read_column
 from underpar.data.zstd import open_zstd
 from underpar.errors import DataError
 
-SUPPORTED_ENDINGS = tuple(
-    kind + packing for kind in (".txt", ".jsonl") for packing in ("", ".xz", ".gz", ".zst")
+SUPPORTED_ENDINGS = (
+    *(kind + packing for kind in (".txt", ".jsonl") for packing in ("", ".xz", ".gz", ".zst")),
+    ".parquet",
 )
 # One document is held in memory at a time; a longer line is refused instead of being loaded.
 MAX_DOCUMENT_BYTES = 1 << 28
+# Small enough that the words of a batch stay in the processor's caches.
+BATCH_BYTES = 1 << 20
+# What to do with text that is not valid Unicode, and with empty documents.
+REFUSE, REPAIR = "refuse", "repair"
+
+_REPLACEMENT = "\ufffd"
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -27,16 +37,17 @@ class Document:
 
     text: str
     source: str
+    is_repaired: bool = False
 
 
-def document_hash(text: str) -> str:
-    """SHA-256 of the text in UTF-8, as 64 hex digits."""
-    return hashlib.sha256(text.encode("utf-8")).hexdigest()
+def document_hash(text: str) -> bytes:
+    """SHA-256 of the text in UTF-8."""
+    return hashlib.sha256(text.encode("utf-8")).digest()
 
 
-def is_held_out(hash_hex: str, fraction: float) -> bool:
+def is_held_out(digest: bytes, fraction: float) -> bool:
     """Whether a document is validation: first 8 hash bytes, big-endian, < fraction * 2^64."""
-    return int(hash_hex[:16], 16) < fraction * 2**64
+    return int.from_bytes(digest[:8], "big") < fraction * 2**64
 
 
 def demo_corpus() -> Path:
@@ -62,17 +73,95 @@ def input_files(paths: Sequence[Path]) -> list[Path]:
     return files
 
 
-def read_documents(paths: Sequence[Path]) -> Iterator[Document]:
+@dataclass(frozen=True)
+class Reading:
+    """How to read: the field that holds the text, and what to do with bad input."""
+
+    field: str = "text"
+    bad_input: str = REFUSE
+
+    def __post_init__(self) -> None:
+        if self.bad_input not in (REFUSE, REPAIR):
+            raise DataError(f"bad_input is {self.bad_input!r}, expected {REFUSE!r} or {REPAIR!r}")
+
+
+@dataclass(frozen=True)
+class RawBatch:
+    """Undecoded records of one file: lines of JSON, or texts."""
+
+    path: str
+    is_json: bool
+    first: int  # number of the first record in its file, from 1
+    records: list[bytes]
+
+
+@dataclass
+class Tally:
+    """Everything that was read, and everything that was not taken as it was."""
+
+    documents: int = 0
+    left_out_empty: int = 0
+    repaired: int = 0
+    replaced_characters: int = 0
+
+    def add(self, other: "Tally") -> None:
+        """Count another part in."""
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
+
+def read_documents(paths: Sequence[Path], reading: Reading | None = None) -> Iterator[Document]:
     """Every document of the files and folders, in order.
 
-    .txt is one document a file, .jsonl one object a line with the field "text" and, if it has
-    one, "source"; both may be packed as .xz, .gz or .zst.
+    .txt is one document a file; .jsonl one object a line and .parquet one row, with the field
+    "text" (or the one named) and, in .jsonl, "source" if there is one. Text files may be packed
+    as .xz, .gz or .zst.
     """
+    reading = reading or Reading()
     for path in input_files(paths):
-        if ".txt" in _ending(path):
-            yield _read_text_file(path)
+        for batch in read_raw(path, reading.field):
+            yield from parse(batch, reading, Tally())
+
+
+def read_raw(path: Path, field: str = "text") -> Iterator[RawBatch]:
+    """The records of one file in batches: the cheap part of reading, in file order."""
+    is_json = ".jsonl" in _ending(path)
+    records: list[bytes] = []
+    first, num_bytes = 1, 0
+    for record in _records(path, field):
+        records.append(record)
+        num_bytes += len(record)
+        if num_bytes >= BATCH_BYTES:
+            yield RawBatch(str(path), is_json, first, records)
+            first, records, num_bytes = first + len(records), [], 0
+    if records:
+        yield RawBatch(str(path), is_json, first, records)
+
+
+def parse(batch: RawBatch, reading: Reading, tally: Tally) -> list[Document]:
+    """The documents of a batch; bad ones are refused by number, or repaired and counted."""
+    documents = []
+    for number, record in enumerate(batch.records, start=batch.first):
+        where = f"{batch.path}: {'line' if batch.is_json else 'document'} {number}"
+        if batch.is_json and not record.strip():
+            continue
+        _check_length(len(record), where)
+        text, num_replaced = _decode(record, where, reading)
+        source = Path(batch.path).name
+        if batch.is_json:
+            text, source = _parse_line(text, reading.field, source, where)
+        text, num_surrogates = _without_surrogates(text, where, reading)
+        num_replaced += num_surrogates
+        tally.documents += 1
+        tally.repaired += num_replaced > 0
+        tally.replaced_characters += num_replaced
+        if text:
+            documents.append(Document(text, source, num_replaced > 0))
+        elif reading.bad_input == REPAIR:
+            tally.left_out_empty += 1
         else:
-            yield from _read_json_lines(path)
+            raise DataError(f"{where}: empty document, remove it or read with --bad-input repair")
+    return documents
 
 
 def _ending(path: Path) -> str:
@@ -104,22 +193,18 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
         raise DataError(f"{path}: line {number + 1}: cannot be read: {error}") from error
 
 
-def _read_text_file(path: Path) -> Document:
-    lines: list[str] = []
-    num_bytes = 0
-    for number, line in _lines(path):
-        num_bytes += len(line)
-        _check_length(num_bytes, f"{path}: line {number}")
-        lines.append(_decode(line, f"{path}: line {number}"))
-    return _document("".join(lines), path.name, f"{path}: document 1")
-
-
-def _read_json_lines(path: Path) -> Iterator[Document]:
-    for number, line in _lines(path):
-        where = f"{path}: line {number}"
-        _check_length(len(line), where)
-        if line.strip():
-            yield _parse_line(_decode(line, where), path.name, where)
+def _records(path: Path, field: str) -> Iterator[bytes]:
+    if path.name.endswith(".parquet"):
+        yield from read_column(path, field)
+    elif ".jsonl" in _ending(path):
+        yield from (line for _, line in _lines(path))
+    else:
+        parts, num_bytes = [], 0
+        for number, line in _lines(path):
+            num_bytes += len(line)
+            _check_length(num_bytes, f"{path}: line {number}")
+            parts.append(line)
+        yield b"".join(parts)
 
 
 def _check_length(num_bytes: int, where: str) -> None:
@@ -127,38 +212,42 @@ def _check_length(num_bytes: int, where: str) -> None:
         raise DataError(f"{where}: document over {MAX_DOCUMENT_BYTES} bytes, split it first")
 
 
-def _decode(line: bytes, where: str) -> str:
+def _decode(record: bytes, where: str, reading: Reading) -> tuple[str, int]:
     try:
-        return line.decode("utf-8")
+        return record.decode("utf-8"), 0
     except UnicodeDecodeError as error:
+        if reading.bad_input == REFUSE:
+            raise DataError(
+                f"{where}: invalid UTF-8 at byte {error.start + 1}, convert to UTF-8 first or "
+                "read with --bad-input repair"
+            ) from error
+    text = record.decode("utf-8", "replace")
+    return text, text.count(_REPLACEMENT) - record.count(_REPLACEMENT.encode())
+
+
+def _without_surrogates(text: str, where: str, reading: Reading) -> tuple[str, int]:
+    found = _SURROGATE.search(text)
+    if found is None:
+        return text, 0
+    if reading.bad_input == REFUSE:
         raise DataError(
-            f"{where}: invalid UTF-8 at byte {error.start + 1} of the line, convert to UTF-8 first"
-        ) from error
+            f"{where}: lone surrogate at character {found.start() + 1}, not valid Unicode text; "
+            "read with --bad-input repair to replace it"
+        )
+    return _SURROGATE.subn(_REPLACEMENT, text)
 
 
-def _parse_line(line: str, default_source: str, where: str) -> Document:
+def _parse_line(line: str, field: str, default_source: str, where: str) -> tuple[str, str]:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: invalid JSON: {error}") from error
     if not isinstance(record, dict):
         raise DataError(f"{where}: expected a JSON object, found {type(record).__name__}")
-    if "text" not in record:
-        raise DataError(f'{where}: the object has no field "text"')
-    for field in ("text", "source"):
-        value = record.get(field, "")
+    if field not in record:
+        raise DataError(f'{where}: the object has no field "{field}"')
+    for name in (field, "source"):
+        value = record.get(name, "")
         if not isinstance(value, str):
-            raise DataError(f'{where}: field "{field}" is {type(value).__name__}, not a string')
-    return _document(record["text"], record.get("source", default_source), where)
-
-
-def _document(text: str, source: str, where: str) -> Document:
-    if not text:
-        raise DataError(f"{where}: empty document, remove it")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"{where}: lone surrogate at character {error.start + 1}, not valid Unicode text"
-        ) from error
-    return Document(text, source)
+            raise DataError(f'{where}: field "{name}" is {type(value).__name__}, not a string')
+    return record[field], record.get("source", default_source)

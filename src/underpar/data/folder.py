@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from underpar.data.shards import Shard, open_shard
-from underpar.data.tokenizer import Tokenizer
+from underpar.data.published import open_published
+from underpar.data.shards import CHANGED, Shard, open_shard
+from underpar.data.tokenizer import Tokenizer, open_tokenizer, read_model
 from underpar.errors import DataError
 
-FORMAT = 1
+FORMAT = 2
 TOKENIZER_NAME = "tokenizer.model"
 MANIFEST_NAME = "manifest.json"
 SPLITS = ("train", "val")
@@ -37,13 +39,24 @@ def shard_name(split: str) -> str:
     return f"{split}.shard"
 
 
-def load_data(folder: Path, verify: bool = True) -> DataFolder:
-    """Open a data folder; `verify` also reads both shards in full against the manifest."""
+def sidecar_name(split: str) -> str:
+    """File name of a split's bytes per token, in the published sidecar format."""
+    return f"{split}_bytes.bin"
+
+
+def load_data(folder: Path, verify: bool = True, refuse_shared: bool = True) -> DataFolder:
+    """Open a data folder; `verify` also reads both shards in full against the manifest.
+
+    Documents on both sides of the split are refused, unless finding them is what it is opened for.
+    """
     manifest = read_manifest(folder)
-    tokenizer = Tokenizer.from_file(folder / TOKENIZER_NAME)
-    _expect(folder / TOKENIZER_NAME, "SHA-256", tokenizer.identity, manifest, "tokenizer.identity")
+    path = folder / TOKENIZER_NAME
+    tokenizer = open_tokenizer(read_model(path), str(_stated(manifest, "tokenizer.transform")))
+    _expect(path, "SHA-256", tokenizer.identity, manifest, "tokenizer.identity")
+    _expect(path, "losslessness", tokenizer.lossless, manifest, "tokenizer.lossless")
     train, val = (_load_split(folder, split, manifest, tokenizer, verify) for split in SPLITS)
-    _refuse_shared_documents(folder, train, val)
+    if refuse_shared:
+        _refuse_shared_documents(folder, train, val, manifest)
     return DataFolder(tokenizer, train, val, manifest)
 
 
@@ -83,38 +96,84 @@ def _load_split(
     _expect(path, "number of bytes", shard.num_bytes, manifest, f"{split}.bytes")
     if verify:
         _expect(path, "SHA-256", hash_file(path), manifest, f"{split}.sha256")
-        _check_document_bytes(path, shard, tokenizer.token_bytes)
+        _check_document_bytes(path, shard, tokenizer.token_bytes, manifest)
+        if split == "val" and _stated(manifest, "val.ledger") == "sidecar":
+            _check_sidecar(folder / sidecar_name(split), shard, manifest)
     return shard
 
 
 def _expect(path: Path, what: str, found: object, manifest: dict[str, Any], field: str) -> None:
-    stated: Any = manifest
-    for key in field.split("."):
-        stated = stated.get(key) if isinstance(stated, dict) else None
+    stated = _stated(manifest, field)
     if stated != found:
         raise DataError(f"{path}: {what} is {found}, {MANIFEST_NAME} says {field} = {stated!r:.80}")
 
 
-def _check_document_bytes(path: Path, shard: Shard, token_bytes: npt.NDArray[np.int32]) -> None:
-    # Bits per byte divides by these counts, so they must be what the tokens decode to.
+def _stated(manifest: dict[str, Any], field: str) -> Any:
+    stated: Any = manifest
+    for key in field.split("."):
+        stated = stated.get(key) if isinstance(stated, dict) else None
+    return stated
+
+
+def _check_document_bytes(
+    path: Path, shard: Shard, token_bytes: npt.NDArray[np.int32], manifest: dict[str, Any]
+) -> None:
+    # A table of bytes per token is believed only where it gives every document's length; the
+    # manifest says for how many it does not (escaped operators, or a tokenizer that normalizes).
+    wrong = _off_documents(shard, lambda cut: token_bytes[shard.tokens[cut]])
+    allowed = _stated(manifest, f"{path.stem}.off_table")
+    if len(wrong) != allowed:
+        first = f"; document {wrong[0]} is the first" if len(wrong) else ""
+        raise DataError(
+            f"{path}: {len(wrong)} documents do not have the bytes their tokens stand for, "
+            f"{MANIFEST_NAME} says {allowed!r:.20}{first}"
+        )
+
+
+def _check_sidecar(path: Path, shard: Shard, manifest: dict[str, Any]) -> None:
+    _expect(path, "SHA-256", hash_file(path), manifest, "val.sidecar_sha256")
+    weights = open_published(path, None)
+    if len(weights) != shard.num_tokens:
+        raise DataError(f"{path}: {len(weights)} entries for {shard.num_tokens} tokens")
+    wrong = _off_documents(shard, lambda cut: weights[cut])
+    # A normalizer may take whitespace off a document's edges, which then belongs to no token.
+    wrong = wrong[(shard.flags[wrong] & CHANGED) == 0]
+    if wrong.size:
+        raise DataError(
+            f"{path}: the entries of document {wrong[0]} do not add up to its "
+            f"{shard.doc_bytes[wrong[0]]} bytes"
+        )
+
+
+def _off_documents(
+    shard: Shard, weights_of: Callable[[slice], npt.NDArray[Any]]
+) -> npt.NDArray[np.int64]:
+    """Documents whose tokens' weights do not add up to their bytes."""
     bounds = np.append(shard.starts, shard.num_tokens)
+    wrong = []
     for first in range(0, shard.num_documents, _DOCUMENTS_PER_CHECK):
         cut = bounds[first : first + _DOCUMENTS_PER_CHECK + 1]
-        lengths = token_bytes[shard.tokens[cut[0] : cut[-1]]]
-        counted = np.add.reduceat(lengths, cut[:-1] - cut[0], dtype=np.int64)
-        wrong = np.flatnonzero(counted != shard.doc_bytes[first : first + len(counted)])
-        if wrong.size:
-            raise DataError(
-                f"{path}: document {first + wrong[0]} decodes to {counted[wrong[0]]} bytes, "
-                f"its table says {shard.doc_bytes[first + wrong[0]]}"
-            )
+        weights = weights_of(slice(cut[0], cut[-1]))
+        counted = np.add.reduceat(weights, cut[:-1] - cut[0], dtype=np.int64)
+        stated = shard.doc_bytes[first : first + len(counted)]
+        wrong.append(first + np.flatnonzero(counted != stated))
+    return np.concatenate(wrong) if wrong else np.zeros(0, dtype=np.int64)
 
 
-def _refuse_shared_documents(folder: Path, train: Shard, val: Shard) -> None:
-    held_out = {row.tobytes() for row in val.doc_hashes}
-    for index, row in enumerate(train.doc_hashes):
-        if row.tobytes() in held_out:
-            raise DataError(
-                f"{folder}: training document {index} (SHA-256 {row.tobytes().hex()[:16]}...) "
-                "is also in validation; build the folder again"
-            )
+def hash_keys(doc_hashes: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
+    """The first 8 bytes of each hash as one number: enough to tell documents apart."""
+    return np.ascontiguousarray(doc_hashes[:, :8]).view("<u8")[:, 0]
+
+
+def _refuse_shared_documents(
+    folder: Path, train: Shard, val: Shard, manifest: dict[str, Any]
+) -> None:
+    both = np.flatnonzero(np.isin(hash_keys(train.doc_hashes), hash_keys(val.doc_hashes)))
+    # Published web text has a few natural copies, which its import counted; nothing else has any.
+    allowed = _stated(manifest, "shared_documents")
+    if len(both) != allowed:
+        first = train.doc_hashes[both[0]].tobytes().hex()[:16] if both.size else "none"
+        raise DataError(
+            f"{folder}: {len(both)} training documents are also in validation (first SHA-256 "
+            f"{first}), {MANIFEST_NAME} says {allowed!r:.20}; build the folder again"
+        )

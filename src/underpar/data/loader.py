@@ -4,30 +4,47 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from underpar.data.order import make_order
 from underpar.data.shards import Shard
-from underpar.errors import DataError, RecipeError
-from underpar.seams import BOS_ID
+from underpar.errors import RecipeError
+
+# Entries of `Segments.cu` come in multiples of this, so that a compiler meets few shapes (PR 2014).
+CU_BUCKET = 64
 
 _PREFETCH_DEPTH = 2
+
+# Step, micro-batch and, where it is not the plan's, the context.
+Place = tuple[int, int] | tuple[int, int, int | None]
 
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """Where a flat pack of tokens is cut: attention never crosses a cut."""
+    """Where a flat pack of tokens is cut: attention never crosses a cut.
+
+    The last boundaries may repeat N: empty segments, which only round up their number. `max_len`
+    bounds the segments and does not follow the longest one, so that it is the same for every
+    batch of one size and context, as a kernel compiled for its value wants it.
+    """
 
     cu: torch.Tensor  # (S + 1,) int32, 0 = first cut, N = end
-    max_len: int  # tokens of the longest segment
+    max_len: int  # tokens, min(context, N)
     positions: torch.Tensor  # (N,) int64, position inside the segment
 
-    def to(self, device: torch.device | str) -> "Segments":
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "Segments":
         """The same segments on a device."""
-        return Segments(self.cu.to(device), self.max_len, self.positions.to(device))
+        cu, positions = (t.to(device, non_blocking=non_blocking) for t in (self.cu, self.positions))
+        return Segments(cu, self.max_len, positions)
+
+    def pin(self) -> "Segments":
+        """The same segments in host memory that a GPU reads by itself."""
+        return Segments(self.cu.pin_memory(), self.max_len, self.positions.pin_memory())
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,18 +55,28 @@ class Batch:
     targets: torch.Tensor  # (N,) int64
     segments: Segments
 
-    def to(self, device: torch.device | str) -> "Batch":
-        """The same batch on a device."""
-        return Batch(self.inputs.to(device), self.targets.to(device), self.segments.to(device))
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
+        """The same batch on a device; a pinned one need not be waited for (`non_blocking`)."""
+        inputs, targets = (
+            t.to(device, non_blocking=non_blocking) for t in (self.inputs, self.targets)
+        )
+        return Batch(inputs, targets, self.segments.to(device, non_blocking))
+
+    def pin(self) -> "Batch":
+        """The same batch in host memory that a GPU reads by itself."""
+        return Batch(self.inputs.pin_memory(), self.targets.pin_memory(), self.segments.pin())
 
 
-def segments_from_starts(starts: npt.NDArray[Any], num_tokens: int, context: int) -> Segments:
+def segments_from_starts(
+    starts: npt.NDArray[Any], num_tokens: int, context: int, cu_bucket: int = 0
+) -> Segments:
     """Cut at 0, at every document start, and every `context` tokens after each of these cuts.
 
-    `starts` is a mask of shape (num_tokens,) or positions. The rule is that of the
-    document-packing loader of Parameter Golf PR 2014.
+    `starts` is a mask of shape (num_tokens,) or positions. A `cu_bucket` above 1 pads the
+    boundaries to a multiple of it. The rules are those of the document-packing loader of Parameter
+    Golf PR 2014.
     """
-    assert num_tokens > 0 and context > 0
+    assert num_tokens > 0 and context > 0 and cu_bucket >= 0
     positions = np.flatnonzero(starts) if starts.dtype == bool else starts
     cuts = np.unique(np.append(positions.astype(np.int64), 0))
     assert 0 <= cuts[0] <= cuts[-1] < num_tokens
@@ -57,11 +84,12 @@ def segments_from_starts(starts: npt.NDArray[Any], num_tokens: int, context: int
     num_pieces = -(-lengths // context)
     piece = _count_up(num_pieces)
     bounds = np.append(np.repeat(cuts, num_pieces) + piece * context, num_tokens)
-    sizes = np.diff(bounds)
+    padding = -len(bounds) % max(1, cu_bucket)
+    cu = np.pad(bounds, (0, padding), constant_values=num_tokens)
     return Segments(
-        cu=torch.from_numpy(bounds.astype(np.int32)),
-        max_len=int(sizes.max()),
-        positions=torch.from_numpy(_count_up(sizes)),
+        cu=torch.from_numpy(cu.astype(np.int32)),
+        max_len=min(context, num_tokens),
+        positions=torch.from_numpy(_count_up(np.diff(bounds))),
     )
 
 
@@ -71,92 +99,76 @@ def _count_up(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return np.arange(ends[-1]) - np.repeat(ends - counts, counts)
 
 
-class Loader:
-    """Batches over an endless stream: each epoch is every document once, in an order of its own.
+@dataclass(frozen=True)
+class MicroBatch:
+    """The size of one micro-batch and the length at which it is cut, in tokens."""
 
-    Micro-batch m of step s covers tokens [(s * M + m) * n, + n + 1) of the stream, with M
-    micro-batches of n tokens a step over all ranks. Nothing is remembered between calls, so
-    ranks only choose which m they ask for, and resuming is asking for the next step.
+    tokens: int
+    context: int
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "context"):
+            value = getattr(self, name)
+            if value < 1:
+                raise RecipeError(f"{name} of a micro-batch is {value}, expected at least 1")
+
+
+def equal_plan(num_micro_batches: int, tokens: int, contexts: Sequence[int]) -> list[MicroBatch]:
+    """A step of micro-batches of one size that take the contexts in turn.
+
+    With as many contexts as ranks each rank keeps to one: mixed sequence lengths over ranks
+    (PR 1212, PR 1219).
+    """
+    return [MicroBatch(tokens, contexts[m % len(contexts)]) for m in range(num_micro_batches)]
+
+
+class Loader:
+    """Batches over an endless stream of documents or of sequences, in the order of a seed.
+
+    `plan` names the micro-batches of every step, over all ranks. Micro-batch m of step s starts at
+    token s * (tokens of the plan) + (tokens of the plan before m) of the stream. Nothing is
+    remembered between calls, so ranks only choose which m they ask for, and resuming is asking for
+    the next step. Sequences are as long as the largest context of the plan; a shorter context cuts
+    them further, a longer one changes nothing.
     """
 
     def __init__(
         self,
         shard: Shard,
-        micro_batch_tokens: int,
-        num_micro_batches: int,
-        context: int,
+        plan: Sequence[MicroBatch],
         seed: int,
+        order: str = "documents",
+        cu_bucket: int = CU_BUCKET,
     ) -> None:
-        if not shard.num_tokens:
-            raise DataError("the training shard is empty, build the data folder again")
-        sizes = {
-            "micro_batch_tokens": micro_batch_tokens,
-            "num_micro_batches": num_micro_batches,
-            "context": context,
-        }
-        for name, value in sizes.items():
-            if value < 1:
-                raise RecipeError(f"{name} is {value}, expected at least 1")
-        if seed < 0:
-            raise RecipeError(f"seed is {seed}, expected 0 or more")
-        self.shard = shard
-        self.micro_batch_tokens = micro_batch_tokens
-        self.num_micro_batches = num_micro_batches
-        self.context = context
-        self.seed = seed
-        self._doc_lengths = np.diff(shard.starts, append=shard.num_tokens)
-        self._epoch = self._shuffle(0)
+        if not plan:
+            raise RecipeError("a step has 0 micro-batches, expected at least 1")
+        self.plan = tuple(plan)
+        self.step_tokens = sum(micro.tokens for micro in plan)
+        self.cu_bucket = cu_bucket
+        self._offsets = list(accumulate((micro.tokens for micro in plan), initial=0))
+        self._order = make_order(order, shard, seed, max(micro.context for micro in plan))
 
-    def batch(self, step: int, micro: int) -> Batch:
-        """Micro-batch `micro` of the global step `step`."""
-        assert step >= 0 and 0 <= micro < self.num_micro_batches
-        num_tokens = self.micro_batch_tokens
-        begin = (step * self.num_micro_batches + micro) * num_tokens
-        span = torch.from_numpy(self._span(begin, begin + num_tokens + 1))
-        inputs = span[:-1]
-        is_start = inputs.numpy() == BOS_ID
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of a step, over all ranks."""
+        return len(self.plan)
+
+    def batch(self, step: int, micro: int, context: int | None = None) -> Batch:
+        """Micro-batch `micro` of the global step `step`, cut at `context` or as planned."""
+        assert step >= 0 and 0 <= micro < len(self.plan)
+        own = self.plan[micro]
+        begin = step * self.step_tokens + self._offsets[micro]
+        inputs, targets, is_start = self._order.span(begin, begin + own.tokens)
+        longest = own.context if context is None else context
         return Batch(
-            inputs=inputs,
-            targets=span[1:],
-            segments=segments_from_starts(is_start, num_tokens, self.context),
+            inputs=torch.from_numpy(inputs),
+            targets=torch.from_numpy(targets),
+            segments=segments_from_starts(is_start, own.tokens, longest, self.cu_bucket),
         )
 
     def num_epochs(self, step: int) -> float:
         """Passes over the shard made before `step`."""
-        step_tokens = self.micro_batch_tokens * self.num_micro_batches
-        return step * step_tokens / self.shard.num_tokens
-
-    def _span(self, begin: int, end: int) -> npt.NDArray[np.int64]:
-        parts: list[npt.NDArray[Any]] = []
-        while begin < end:
-            epoch, offset = divmod(begin, self.shard.num_tokens)
-            part = self._epoch_part(epoch, offset, offset + end - begin)
-            parts += part
-            begin += sum(map(len, part))
-        return np.concatenate(parts).astype(np.int64)
-
-    def _epoch_part(self, epoch: int, begin: int, end: int) -> list[npt.NDArray[Any]]:
-        """Document slices that cover [begin, end) of an epoch, as far as it goes."""
-        # Read once, since a prefetching thread may replace the entry at any time.
-        known = self._epoch
-        if known[0] != epoch:
-            known = self._epoch = self._shuffle(epoch)
-        _, order, ends = known
-        parts = []
-        index = int(np.searchsorted(ends, begin, side="right"))
-        while begin < end and index < len(order):
-            doc = self.shard.doc(int(order[index]))
-            skipped = begin - (int(ends[index]) - len(doc))
-            parts.append(doc[skipped : skipped + end - begin])
-            begin += len(parts[-1])
-            index += 1
-        return parts
-
-    def _shuffle(self, epoch: int) -> tuple[int, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        # Raw PCG64 output is fixed across numpy versions; Generator.permutation is not.
-        keys = np.random.PCG64([self.seed, epoch]).random_raw(self.shard.num_documents)
-        order = np.argsort(keys, kind="stable")
-        return epoch, order, np.cumsum(self._doc_lengths[order])
+        return step * self.step_tokens / self._order.epoch_tokens
 
 
 def micros_of_rank(num_micro_batches: int, rank: int, world_size: int) -> range:
@@ -170,13 +182,18 @@ def micros_of_rank(num_micro_batches: int, rank: int, world_size: int) -> range:
     return range(rank, num_micro_batches, world_size)
 
 
-def prefetch(loader: Loader, steps_and_micros: Iterable[tuple[int, int]]) -> Iterator[Batch]:
-    """Batches in the order asked for, prepared two ahead on a background thread."""
+def prefetch(loader: Loader, places: Iterable[Place], pin: bool = False) -> Iterator[Batch]:
+    """Batches in the order asked for, prepared (and pinned) two ahead on a background thread."""
+
+    def make(place: Place) -> Batch:
+        batch = loader.batch(*place)
+        return batch.pin() if pin else batch
+
     pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="underpar-loader")
     ahead: deque[Future[Batch]] = deque()
     try:
-        for step, micro in steps_and_micros:
-            ahead.append(pool.submit(loader.batch, step, micro))
+        for place in places:
+            ahead.append(pool.submit(make, place))
             if len(ahead) > _PREFETCH_DEPTH:
                 yield ahead.popleft().result()
         while ahead:

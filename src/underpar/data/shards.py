@@ -4,7 +4,7 @@ Layout, little-endian:
 
     offset  type              content
     0       4 bytes           magic "UPSH"
-    4       u16               version, 1
+    4       u16               version, 2
     6       u16               bytes per token, 2 or 4
     8       u64               number of tokens T, BOS included
     16      u64               number of documents D
@@ -12,13 +12,14 @@ Layout, little-endian:
     56      u64[D]            document starts, in tokens
     ...     u64[D]            document bytes, the UTF-8 length of the source text
     ...     32 bytes [D]      SHA-256 of the source text
+    ...     u8[D]             flags: 1 the tokenizer changed the text, 2 the text was repaired;
+                              then zeros up to a multiple of 8 bytes
     ...     u16[T] or u32[T]  tokens; every document is [BOS] + tokens, no EOS
 """
 
 import hashlib
 import os
 import struct
-from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,13 +33,16 @@ from underpar.errors import DataError
 from underpar.seams import BOS_ID
 
 MAGIC = b"UPSH"
-VERSION = 1
+VERSION = 2
 # A u64 sum of document bytes cannot overflow below this.
 MAX_TEXT_BYTES = 1 << 40
 
+# Bits of a document's flags.
+CHANGED, REPAIRED = 1, 2
+
 _HEADER = struct.Struct("<4sHHQQ32s")
-_DOCUMENT_BYTES = 8 + 8 + 32
 _CHUNK = 1 << 22
+_COLUMNS = ("starts", "bytes", "hashes", "flags", "tokens")
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +53,7 @@ class Shard:
     starts: npt.NDArray[np.int64]  # (D,)
     doc_bytes: npt.NDArray[np.int64]  # (D,)
     doc_hashes: npt.NDArray[np.uint8]  # (D, 32)
+    flags: npt.NDArray[np.uint8]  # (D,) CHANGED | REPAIRED
 
     @property
     def num_tokens(self) -> int:
@@ -74,6 +79,34 @@ class Shard:
         return self.tokens[int(self.starts[index]) : end]
 
 
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """Documents on their way into a shard."""
+
+    tokens: npt.NDArray[Any]  # (N,) BOS first in every document
+    weights: npt.NDArray[np.int32] | None  # (N,) source bytes of each token
+    counts: npt.NDArray[np.int64]  # (D,) tokens of each document, its BOS included
+    doc_bytes: npt.NDArray[np.int64]  # (D,) UTF-8 length of the source text
+    doc_hashes: npt.NDArray[np.uint8]  # (D, 32) SHA-256 of the source text
+    flags: npt.NDArray[np.uint8]  # (D,) CHANGED | REPAIRED
+    num_off_table: int = 0  # documents whose bytes a per-token table gets wrong
+
+    @property
+    def starts(self) -> npt.NDArray[np.int64]:
+        """Where each document begins in `tokens`."""
+        return np.cumsum(self.counts) - self.counts
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """How tokens of a vocabulary are stored."""
+    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+
+
+def _table_bytes(num_documents: int) -> list[int]:
+    """Bytes of the tables before the tokens: starts, bytes, hashes, padded flags."""
+    return [8 * num_documents, 8 * num_documents, 32 * num_documents, -(-num_documents // 8) * 8]
+
+
 def open_shard(path: Path, vocab_size: int, verify: bool = True) -> Shard:
     """Map a shard; `verify` also reads all of it: checksum, token ids and BOS positions."""
     try:
@@ -84,18 +117,19 @@ def open_shard(path: Path, vocab_size: int, verify: bool = True) -> Shard:
         raise DataError(f"{path}: shard cannot be read: {error.strerror}") from error
     width, num_tokens, num_documents, checksum = _parse_header(path, header)
     # Checked before anything is mapped or allocated, in integers that cannot overflow.
-    expected = _HEADER.size + num_documents * _DOCUMENT_BYTES + num_tokens * width
+    tables = _table_bytes(num_documents)
+    expected = _HEADER.size + sum(tables) + num_tokens * width
     if num_file_bytes != expected:
         raise DataError(f"{path}: file has {num_file_bytes} bytes, its header promises {expected}")
     # A plain view of the map: slicing the memmap class itself is several times slower.
     raw = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
-    tables = _HEADER.size + 8 * num_documents * np.arange(3)
-    tokens_at = _HEADER.size + num_documents * _DOCUMENT_BYTES
+    columns = np.split(raw[_HEADER.size :], np.cumsum(tables))
     shard = Shard(
-        tokens=raw[tokens_at:].view("<u2" if width == 2 else "<u4"),
-        starts=raw[tables[0] : tables[1]].view("<i8"),
-        doc_bytes=raw[tables[1] : tables[2]].view("<i8"),
-        doc_hashes=raw[tables[2] : tokens_at].reshape(num_documents, 32),
+        tokens=columns[4].view("<u2" if width == 2 else "<u4"),
+        starts=columns[0].view("<i8"),
+        doc_bytes=columns[1].view("<i8"),
+        doc_hashes=columns[2].reshape(num_documents, 32),
+        flags=columns[3][:num_documents],
     )
     _check_table(path, shard)
     if verify:
@@ -143,7 +177,7 @@ def _check_payload(path: Path, payload: npt.NDArray[np.uint8], checksum: bytes) 
 def _check_tokens(path: Path, shard: Shard, vocab_size: int) -> None:
     num_bos = 0
     for chunk in _chunks(shard.tokens):
-        if chunk.max() >= vocab_size:
+        if chunk.size and chunk.max() >= vocab_size:
             raise DataError(
                 f"{path}: token id {chunk.max()} out of range, the tokenizer has {vocab_size}"
             )
@@ -164,22 +198,23 @@ def _chunks(values: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
 
 
 class ShardWriter:
-    """Write a shard document by document; the file appears whole, or not at all on an error.
+    """Write a shard batch by batch; the file appears whole, or not at all on an error.
 
-    Memory: 48 bytes a document. Tokens wait in a temporary file beside the target.
+    Every column waits in a temporary file beside the target, so memory does not grow.
     """
 
     def __init__(self, path: Path, vocab_size: int) -> None:
         self.path = path
-        self.num_tokens = 0
+        self.num_tokens = self.num_documents = self.num_bytes = 0
+        self.num_changed = self.num_repaired = self.num_off_table = 0
         self._vocab_size = vocab_size
-        self._dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
-        self._starts = array("Q")
-        self._doc_bytes = array("Q")
-        self._hashes = bytearray()
+        self._dtype = token_dtype(vocab_size)
+        self._documents = hashlib.sha256()
         self._part = path.with_name(path.name + ".part")
-        self._tokens_file = path.with_name(path.name + ".tokens.part")
-        self._tokens: IO[bytes] = self._tokens_file.open("w+b")
+        self._files = {name: self._open_column(name) for name in _COLUMNS}
+
+    def _open_column(self, name: str) -> IO[bytes]:
+        return self.path.with_name(f"{self.path.name}.{name}.part").open("w+b")
 
     def __enter__(self) -> "ShardWriter":
         return self
@@ -194,30 +229,36 @@ class ShardWriter:
             if kind is None:
                 self._assemble()
         finally:
-            self._tokens.close()
-            self._tokens_file.unlink(missing_ok=True)
+            for file in self._files.values():
+                file.close()
+                Path(file.name).unlink(missing_ok=True)
             self._part.unlink(missing_ok=True)
 
     @property
-    def num_documents(self) -> int:
-        """Documents added so far."""
-        return len(self._starts)
+    def documents_sha256(self) -> str:
+        """SHA-256 over the hashes of all documents, in order: names the split's text."""
+        return self._documents.hexdigest()
 
-    @property
-    def num_bytes(self) -> int:
-        """UTF-8 bytes of the documents added so far."""
-        return sum(self._doc_bytes)
-
-    def add(self, tokens: npt.NDArray[Any], num_bytes: int, hash_hex: str) -> None:
-        """Append a document: its tokens without BOS, its UTF-8 length and its SHA-256."""
-        framed = np.concatenate([[BOS_ID], tokens])
-        assert 0 <= framed.min() <= framed.max() < self._vocab_size
-        assert np.count_nonzero(framed == BOS_ID) == 1
-        self._starts.append(self.num_tokens)
-        self._doc_bytes.append(num_bytes)
-        self._hashes += bytes.fromhex(hash_hex)
-        self._tokens.write(framed.astype(self._dtype).tobytes())
-        self.num_tokens += len(framed)
+    def add(self, columns: Columns) -> None:
+        """Append documents."""
+        tokens, starts = columns.tokens, columns.starts
+        assert tokens.size and tokens.max() < self._vocab_size
+        assert np.array_equal(np.flatnonzero(tokens == BOS_ID), starts)
+        self._documents.update(columns.doc_hashes.tobytes())
+        for name, values in (
+            ("starts", (starts + self.num_tokens).astype("<u8")),
+            ("bytes", columns.doc_bytes.astype("<u8")),
+            ("hashes", columns.doc_hashes),
+            ("flags", columns.flags),
+            ("tokens", tokens.astype(self._dtype)),
+        ):
+            self._files[name].write(values.tobytes())
+        self.num_tokens += len(tokens)
+        self.num_documents += len(columns.counts)
+        self.num_bytes += int(columns.doc_bytes.sum())
+        self.num_changed += int(np.count_nonzero(columns.flags & CHANGED))
+        self.num_repaired += int(np.count_nonzero(columns.flags & REPAIRED))
+        self.num_off_table += columns.num_off_table
 
     def _assemble(self) -> None:
         digest = hashlib.sha256()
@@ -234,9 +275,9 @@ class ShardWriter:
         os.replace(self._part, self.path)
 
     def _payload(self) -> Iterator[bytes]:
-        for column in (self._starts, self._doc_bytes):
-            yield np.frombuffer(column, dtype=np.uint64).astype("<u8").tobytes()
-        yield bytes(self._hashes)
-        self._tokens.seek(0)
-        while chunk := self._tokens.read(_CHUNK):
-            yield chunk
+        for name, file in self._files.items():
+            file.seek(0)
+            while chunk := file.read(_CHUNK):
+                yield chunk
+            if name == "flags":
+                yield bytes(-self.num_documents % 8)

@@ -1,147 +1,85 @@
-"""Lossless SentencePiece: train a model and turn any bytes into ids and back, byte for byte."""
+"""Text to ids and back: a SentencePiece model, and the transform that runs before it.
+
+Every path goes word by word through one `WordTable`, so that what is trained on, scored and coded
+are the same ids.
+"""
 
 import hashlib
-import io
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import sentencepiece
 
+from underpar.data.byte260 import ByteTokenizer
+from underpar.data.ledger import Offsets, source_bytes, surfaces
+from underpar.data.split import Splitter, splitter_for
+from underpar.data.transforms import IDENTITY, open_transform
+from underpar.data.words import Pieces, WordTable
 from underpar.errors import DataError
 from underpar.seams import BOS_ID
 
-# Four reserved ids and the 256 byte pieces; a model needs at least one piece more.
-MIN_VOCAB_SIZE = 261
 MAX_MODEL_BYTES = 1 << 26
 
 _SPACE_MARK = "\u2581"
 # What SentencePiece cannot take as it is: its own space mark, and bytes that are not UTF-8,
 # which "surrogateescape" turns into U+DC80..U+DCFF.
 _ODD_RUN = re.compile("([\udc80-\udcff\u2581]+)")
-# The trainer skips a sentence over 4,192 bytes without a word. 1,000 characters stay below that,
-# cut where a word starts, since a space or newline belongs to the word that follows it.
-_TRAINING_PIECE = re.compile(r".{1,1000}(?=[ \n]|\Z)|.{1,1000}", re.DOTALL)
-# The trainer also skips every sentence with U+2585, its private mark for unknown characters.
-_TRAINING_DROPS = {ord(_SPACE_MARK): None, 0x2585: None}
 # Strings that a dummy prefix, whitespace clean-up or NFKC would change.
 _PROBES = ("a  b", " lead", "trail ", "tab\t", "a\nb", "a\u00a0b", "\u00bd", "\ufb01", "e\u0301")
-_TRAINING_OPTIONS: dict[str, Any] = {
-    "model_type": "bpe",
-    "normalization_rule_name": "identity",
-    "byte_fallback": True,
-    "add_dummy_prefix": False,
-    "remove_extra_whitespaces": False,
-    "split_digits": True,
-    "character_coverage": 0.999,
-    "pad_id": 0,
-    "bos_id": BOS_ID,
-    "eos_id": 2,
-    "unk_id": 3,
-    "hard_vocab_limit": False,
-    # The model stores this number, so it must not depend on the machine.
-    "num_threads": 1,
-    "minloglevel": 2,
-}
+# Stands before a word that is not its document's first, or the clean-up would drop its space.
+_LEAD = "."
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
-    """Train a lossless BPE model of exactly `vocab_size` pieces; same texts, same bytes."""
-    if vocab_size < MIN_VOCAB_SIZE:
-        raise DataError(f"vocab_size is {vocab_size}, expected at least {MIN_VOCAB_SIZE}")
-    # A list, because an error raised inside a sentence iterator would be lost in the trainer.
-    pieces = [piece for text in texts for piece in _training_pieces(text)]
-    if not pieces:
-        raise DataError("no text to train a tokenizer on, add documents")
-    writer = io.BytesIO()
-    try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(pieces),
-            model_writer=writer,
-            vocab_size=vocab_size,
-            **_TRAINING_OPTIONS,
-        )
-    except RuntimeError as error:
-        detail = str(error).rpartition("] ")[2]
-        raise DataError(
-            f"vocab_size {vocab_size} does not fit the characters of the text, raise it ({detail})"
-        ) from error
-    model = _load_model(writer.getvalue())
-    if model.vocab_size() < vocab_size:
-        raise DataError(
-            f"the text is too small for vocab_size {vocab_size}: "
-            f"add text or set vocab_size to at most {model.vocab_size()}"
-        )
-    return writer.getvalue()
+class SentencePieceTokenizer:
+    """A SentencePiece model and a transform.
 
+    `encode` and `decode` are exact for any bytes. `encode_texts` gives the model's own ids, which
+    for a lossy model (one that normalizes) decode to another text where `changed` says so.
+    """
 
-def _training_pieces(text: str) -> Iterator[str]:
-    return (match.group() for match in _TRAINING_PIECE.finditer(text.translate(_TRAINING_DROPS)))
-
-
-def _load_model(model_proto: bytes) -> sentencepiece.SentencePieceProcessor:
-    model = sentencepiece.SentencePieceProcessor()
-    try:
-        model.LoadFromSerializedProto(model_proto)
-    except (RuntimeError, ValueError) as error:
-        raise DataError(f"not a SentencePiece model: {error}") from error
-    return model
-
-
-class Tokenizer:
-    """A SentencePiece model with which decode(encode(x)) == x holds for any bytes x."""
-
+    kind = "sentencepiece"
     bos_id = BOS_ID
 
-    def __init__(self, model_proto: bytes) -> None:
-        self._model = _load_model(model_proto)
-        self.model_proto = model_proto
-        self.identity = hashlib.sha256(model_proto).hexdigest()
-        self.vocab_size: int = self._model.vocab_size()
+    def __init__(self, content: bytes, transform: str = IDENTITY) -> None:
+        self.content = content
+        self.transform_name = transform
+        self.transform = open_transform(transform)
+        name = b"" if transform == IDENTITY else b"\0" + transform.encode()
+        self.identity = hashlib.sha256(content + name).hexdigest()
+        self._model = sentencepiece.SentencePieceProcessor()
         try:
+            self._model.LoadFromSerializedProto(content)
+            self.vocab_size: int = self._model.vocab_size()
             self._table = [self._bytes_of(piece_id) for piece_id in range(self.vocab_size)]
             self._byte_ids = self._find_byte_ids()
-            self._refuse_lossy()
+            self._check_pieces()
+            self.lossless = all(self._join(self._model.encode(p)) == p.encode() for p in _PROBES)
         except (RuntimeError, ValueError) as error:
-            raise DataError(f"tokenizer holds a malformed piece: {error}") from error
-        self.token_bytes = np.array([len(piece) for piece in self._table], dtype=np.int32)
+            raise DataError(f"not a usable SentencePiece model: {error}") from error
+        self._sizes = np.array([len(piece) for piece in self._table], dtype=np.int64)
+        self._lead_ids = self._model.encode(_LEAD)
 
-    @classmethod
-    def from_bytes(cls, model_proto: bytes) -> "Tokenizer":
-        """Load a serialized model; one that is damaged or loses text is refused."""
-        return cls(model_proto)
-
-    @classmethod
-    def from_file(cls, path: Path) -> "Tokenizer":
-        """Load a .model file; one that is damaged or loses text is refused."""
-        return cls(read_model(path))
+    @cached_property
+    def token_bytes(self) -> npt.NDArray[np.int32]:
+        """Source bytes of each id where neither an escape nor a normalizer is at work."""
+        weights = [self.transform.weights(_to_text(piece)).sum() for piece in self._table]
+        return np.array(weights, dtype=np.int32)
 
     def encode(self, data: bytes) -> npt.NDArray[np.int32]:
-        """Ids of any bytes, without BOS."""
-        ids: list[int] = []
-        for index, run in enumerate(_ODD_RUN.split(data.decode("utf-8", "surrogateescape"))):
-            raw = run.encode("utf-8", "surrogateescape")
-            is_odd = index % 2 == 1
-            run_ids = None if is_odd else self._if_exact(self._model.encode(run), raw)
-            ids += self._encode_as_bytes(raw) if run_ids is None else run_ids
-        return np.array(ids, dtype=np.int32)
+        """Ids of any bytes, without BOS; `decode` gives the bytes back."""
+        return self._exact_words.encode([self._splitter.keys(_to_text(data))]).tokens[1:]
 
-    def encode_documents(
-        self, texts: Sequence[str], num_threads: int = -1
-    ) -> list[npt.NDArray[np.int32]]:
-        """Ids of each text, as `encode` gives them, on several threads (-1: one per core)."""
-        raws = [_to_utf8(text) for text in texts]
-        encoded = self._model.encode(list(texts), num_threads=num_threads)
-        return [
-            self.encode(raw) if self._if_exact(ids, raw) is None else np.array(ids, dtype=np.int32)
-            for raw, ids in zip(raws, encoded, strict=True)
-        ]
+    def encode_texts(self, texts: Sequence[str]) -> Pieces:
+        """The model's tokens of each text, BOS first, with the source bytes of each token."""
+        return self._own_words.encode([self._splitter.keys(text) for text in texts])
 
-    def decode(self, ids: npt.ArrayLike) -> bytes:
-        """The bytes that ids stand for; pad, BOS, EOS and unknown stand for none."""
+    def written(self, ids: npt.ArrayLike) -> bytes:
+        """The transformed text that ids stand for; pad, BOS, EOS and unknown stand for none."""
         array = np.asarray(ids, dtype=np.int64)
         if array.size and not 0 <= array.min() <= array.max() < self.vocab_size:
             raise DataError(
@@ -149,14 +87,111 @@ class Tokenizer:
             )
         return self._join(array.tolist())
 
+    def decode(self, ids: npt.ArrayLike) -> bytes:
+        """The source bytes that ids stand for; an impossible operator is refused."""
+        return self._read(self.written(ids))
+
+    def _read(self, written: bytes) -> bytes:
+        if self.transform_name == IDENTITY:
+            return written
+        return _to_bytes(self.transform.inverse(_to_text(written)))
+
+    @cached_property
+    def _own_words(self) -> WordTable:
+        return WordTable(partial(self._encode_words, exact=self.lossless))
+
+    @cached_property
+    def _exact_words(self) -> WordTable:
+        if self.lossless:
+            return self._own_words
+        return WordTable(partial(self._encode_words, exact=True))
+
+    @cached_property
+    def _splitter(self) -> Splitter:
+        return splitter_for(self._table, self.lossless)
+
+    def _encode_words(self, words: list[str], exact: bool) -> Pieces:
+        is_first = list(map(self._splitter.is_first, words))
+        texts = list(map(self._splitter.word, words))
+        written = list(map(self.transform.forward, texts))
+        ids = self._model_ids(written, is_first)
+        wrong = self._inexact(ids, written)
+        if exact:
+            for i in wrong:
+                ids[i] = self._spell(written[i])
+            wrong = []
+        counts = np.fromiter(map(len, ids), np.int64, len(ids))
+        tokens = np.fromiter(chain.from_iterable(ids), np.int32, int(counts.sum()))
+        lengths = np.fromiter((len(_to_bytes(w)) for w in written), np.int64, len(written))
+        offsets = np.cumsum(lengths) - lengths
+        begins, ends = self._spans(tokens, counts, offsets)
+        changed = np.zeros(len(words), dtype=bool)
+        firsts = np.cumsum(counts) - counts
+        for i in wrong:
+            span = slice(firsts[i], firsts[i] + counts[i])
+            begins[span], ends[span] = self._surfaces(written[i], is_first[i], offsets[i])
+            changed[i] = not self._reads_as(ids[i], texts[i])
+        weights = source_bytes("".join(written), begins, ends, self.transform)
+        return Pieces(tokens, weights.astype(np.int32), counts, changed)
+
+    def _model_ids(self, written: list[str], is_first: list[bool]) -> list[list[int]]:
+        if _ODD_RUN.search("".join(written)):
+            # Odd words are spelled later, since nothing that the model gives decodes to them.
+            written = [_ODD_RUN.sub("", word) for word in written]
+        if self.lossless:
+            return self._ids(written)
+        led = [w if first else _LEAD + w for w, first in zip(written, is_first, strict=True)]
+        num_lead = len(self._lead_ids)
+        return [
+            ids if first else ids[num_lead:]
+            for ids, first in zip(self._ids(led), is_first, strict=True)
+        ]
+
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        # One thread: the words of a batch are few, and whole batches run side by side.
+        found: list[list[int]] = self._model.encode(texts, num_threads=1)
+        return found
+
+    def _inexact(self, ids: list[list[int]], written: list[str]) -> list[int]:
+        """Which words the ids do not decode to."""
+        if self._join(chain.from_iterable(ids)) == _to_bytes("".join(written)):
+            return []
+        return [i for i, w in enumerate(written) if self._join(ids[i]) != _to_bytes(w)]
+
+    def _spans(
+        self, tokens: npt.NDArray[np.int32], counts: Offsets, offsets: Offsets
+    ) -> tuple[Offsets, Offsets]:
+        """Begin and end of each token in the joined words, by the size of its piece."""
+        sizes = self._sizes[tokens]
+        before = np.append(0, np.cumsum(sizes))
+        ends = before[1:] + np.repeat(offsets - before[np.cumsum(counts) - counts], counts)
+        return ends - sizes, ends
+
+    def _surfaces(self, written: str, is_first: bool, offset: int) -> tuple[Offsets, Offsets]:
+        """Begin and end of each token by the normalizer's own alignment."""
+        lead = "" if is_first else _LEAD
+        _, begins, ends = surfaces(self._model.encode(lead + written, out_type="serialized_proto"))
+        num_lead = 0 if is_first else len(self._lead_ids)
+        shift = offset - len(lead)
+        return np.array(begins[num_lead:]) + shift, np.array(ends[num_lead:]) + shift
+
+    def _reads_as(self, ids: list[int], text: str) -> bool:
+        try:
+            return self._read(self._join(ids)) == _to_bytes(text)
+        except DataError:
+            return False
+
+    def _spell(self, written: str) -> list[int]:
+        ids: list[int] = []
+        for index, run in enumerate(_ODD_RUN.split(written)):
+            raw = _to_bytes(run)
+            is_odd = index % 2 == 1
+            run_ids = [] if is_odd else self._model.encode(run)
+            ids += run_ids if self._join(run_ids) == raw else [self._byte_ids[b] for b in raw]
+        return ids
+
     def _join(self, ids: Iterable[int]) -> bytes:
         return b"".join(map(self._table.__getitem__, ids))
-
-    def _if_exact(self, ids: list[int], raw: bytes) -> list[int] | None:
-        return ids if self._join(ids) == raw else None
-
-    def _encode_as_bytes(self, raw: bytes) -> list[int]:
-        return [self._byte_ids[byte] for byte in raw]
 
     def _bytes_of(self, piece_id: int) -> bytes:
         piece = self._model.id_to_piece(piece_id)
@@ -178,20 +213,41 @@ class Tokenizer:
             )
         return [of_byte[byte] for byte in range(256)]
 
-    def _refuse_lossy(self) -> None:
+    def _check_pieces(self) -> None:
         if not self._model.is_control(BOS_ID):
             raise DataError(f"tokenizer id {BOS_ID} is not a control piece, train it with bos_id=1")
-        for probe in _PROBES:
-            ids = self._model.encode(probe)
-            if self._join(ids) != probe.encode("utf-8"):
+        unknown = self._model.unk_id()
+        # Without it a space is three byte tokens that decode to U+2581 (Parameter Golf issue 897).
+        if self._model.piece_to_id(_SPACE_MARK) == unknown:
+            raise DataError("tokenizer has no piece for a space alone (U+2581), train it again")
+        for symbol in self.transform.symbols:
+            if self._model.piece_to_id(symbol) == unknown:
                 raise DataError(
-                    f"tokenizer is lossy: {probe!a} becomes {self._join(ids)!r}, "
-                    "train it with identity normalisation, no dummy prefix, all whitespace kept"
+                    f"transform {self.transform_name!r} needs a piece for U+{ord(symbol):04X}, "
+                    "the tokenizer has none; train it with this transform"
                 )
+        # Operators as text would be credited three bytes each.
+        if not self.transform.symbols and self._model.piece_to_id("\ue001") != unknown:
+            raise DataError(
+                "tokenizer has pieces for case operators (U+E001) but no transform writes them; "
+                "set levers.caseops=true"
+            )
+
+
+Tokenizer = SentencePieceTokenizer | ByteTokenizer
+
+
+def open_tokenizer(content: bytes, transform: str = IDENTITY) -> Tokenizer:
+    """The tokenizer in the bytes of its file; a damaged one is refused."""
+    if not content.lstrip().startswith(b"{"):
+        return SentencePieceTokenizer(content, transform)
+    if transform != IDENTITY:
+        raise DataError(f"transform {transform!r} does not go with bytes as tokens, leave it out")
+    return ByteTokenizer(content)
 
 
 def read_model(path: Path) -> bytes:
-    """The bytes of a .model file, if there is one of a believable size."""
+    """The bytes of a tokenizer file, if there is one of a believable size."""
     try:
         if path.stat().st_size > MAX_MODEL_BYTES:
             raise DataError(f"{path}: over {MAX_MODEL_BYTES} bytes, not a tokenizer")
@@ -200,8 +256,9 @@ def read_model(path: Path) -> bytes:
         raise DataError(f"{path}: tokenizer cannot be read: {error.strerror}") from error
 
 
-def _to_utf8(text: str) -> bytes:
-    try:
-        return text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise DataError(f"lone surrogate at character {error.start + 1} of a document") from error
+def _to_text(data: bytes) -> str:
+    return data.decode("utf-8", "surrogateescape")
+
+
+def _to_bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogateescape")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from underpar.data.tokenizer import Tokenizer
-from underpar.errors import UnderparError
+from underpar.errors import DataError, UnderparError
 from underpar.infer.predictor import Predictor
 
 
@@ -57,14 +58,51 @@ def generate(
         raise UnderparError(f"prompt has a lone surrogate at character {error.start}") from error
     generator = torch.Generator().manual_seed(sampling.seed)
     reader = _Reader(predictor, [tokenizer.bos_id, *tokenizer.encode(raw).tolist()])
-    utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+    writer = _Writer(tokenizer)
     for _ in range(sampling.max_tokens):
         token = choose(reader.log_probs, sampling, generator)
         if token == tokenizer.bos_id:
             break
-        yield utf8.decode(tokenizer.decode([token]))
+        yield writer.write(token)
         reader.read(token)
-    yield utf8.decode(b"", final=True)
+    yield writer.finish()
+
+
+class _Writer:
+    """Tokens to text as they come; behind a transform, word by word."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._transform = tokenizer.transform
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._waiting = ""
+        symbols = self._transform.symbols
+        self._symbol = re.compile(f"[{symbols}]") if symbols else None
+        # Before a space that belongs to no operator, nothing later can change what came before.
+        self._cut = re.compile(f"(?<![{symbols}])(?=[ \n])") if symbols else None
+
+    def write(self, token: int) -> str:
+        """The text that is certain after one more token."""
+        self._waiting += self._utf8.decode(self._tokenizer.written([token]))
+        if self._cut is None:
+            end = len(self._waiting)
+        else:
+            end = max((match.start() for match in self._cut.finditer(self._waiting)), default=0)
+        text, self._waiting = self._waiting[:end], self._waiting[end:]
+        return self._read(text)
+
+    def finish(self) -> str:
+        """What was still waiting."""
+        text, self._waiting = self._waiting + self._utf8.decode(b"", final=True), ""
+        return self._read(text)
+
+    def _read(self, written: str) -> str:
+        try:
+            return self._transform.inverse(written)
+        except DataError:
+            # A model may write what no text gives; the words are still worth reading.
+            assert self._symbol is not None
+            return self._symbol.sub("", written)
 
 
 class _Reader:

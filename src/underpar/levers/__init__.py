@@ -5,10 +5,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import cast
 
+from underpar.data.transforms import TRANSFORMS
 from underpar.seams import LeverModule
 
 # Modules by name, imported when used: a bundle carries the levers of its recipe and no others.
+# Text transforms live with the data they change, so that a data folder opens without a recipe.
 LEVERS = {
+    **TRANSFORMS,
     "adapt_scales": "underpar.levers.adapt_scales",
     "bigram": "underpar.levers.bigram",
     "ema": "underpar.levers.ema",

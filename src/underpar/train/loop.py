@@ -48,7 +48,7 @@ class Trainer:
     def run(self, on_step: OnStep | None = None) -> bool:
         """Train until the budget is spent (True) or a signal asks to stop (False)."""
         self._resume()
-        step_tokens = self.loader.micro_batch_tokens * self.loader.num_micro_batches
+        step_tokens = self.loader.step_tokens
         before = self.position.seconds
         started = saved = time.perf_counter()
         with interruptible() as interrupted, closing(self.batches()) as batches:
@@ -77,7 +77,8 @@ class Trainer:
             self.loader.num_micro_batches, self.runtime.rank, self.runtime.world
         )
         steps = itertools.count(self.position.step)
-        yield from prefetch(self.loader, ((step, m) for step in steps for m in micros))
+        places = ((step, m) for step in steps for m in micros)
+        yield from prefetch(self.loader, places, pin=self.runtime.device.type == "cuda")
 
     def _step(self, p: float, batches: Iterator[Batch]) -> dict[str, Any]:
         step = self.position.step
@@ -91,7 +92,7 @@ class Trainer:
     def _log(self, record: dict[str, Any], on_step: OnStep | None) -> None:
         if not self.runtime.is_main or record["step"] % self.part.log_every:
             return
-        tokens = self.loader.micro_batch_tokens * self.loader.num_micro_batches * record["step"]
+        tokens = self.loader.step_tokens * record["step"]
         line = {key: float(v) if isinstance(v, torch.Tensor) else v for key, v in record.items()}
         line |= {"tokens": tokens, "seconds": self.position.seconds}
         line["epochs"] = self.loader.num_epochs(record["step"])

@@ -35,7 +35,7 @@ def accumulate(
     """Leave the global batch's gradients on every rank; returns its mean loss in nats a token."""
     total = torch.zeros((), device=runtime.device)
     for _ in range(num_micro_batches // runtime.world):
-        batch = next(batches).to(runtime.device)
+        batch = next(batches).to(runtime.device, non_blocking=True)
         with precision(runtime):
             loss = mean_loss(model, batch) / num_micro_batches
         loss.backward()

@@ -31,7 +31,8 @@ class Pack:
     @staticmethod
     def from_boundaries(cu: Tensor) -> Pack:
         """From segment boundaries (S+1,), on their device."""
-        bounds = cu.cpu().long()
+        # Empty pieces, which only round up the number of boundaries, go.
+        bounds = cu.cpu().long().unique_consecutive()
         starts, lengths = bounds[:-1], bounds[1:] - bounds[:-1]
         exponents = torch.ceil(torch.log2(lengths.clamp(min=SHORTEST_BUCKET).double())).long()
         grids, tokens = [], []

@@ -1,0 +1,189 @@
+"""Commands for data: build, inspect, audit, fetch, import, export."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from underpar.cli.options import Json, Set, app, load_checked, show_summary
+from underpar.console import OUT, show_json, show_table
+
+data_app = typer.Typer(help="Turn text into tokens that can be trusted.", no_args_is_help=True)
+app.add_typer(data_app, name="data")
+
+DataFolderPath = Annotated[Path, typer.Argument(help="A folder made by 'underpar data build'.")]
+Licence = Annotated[str, typer.Option(help="Licence of the text, kept in the manifest.")]
+
+
+@data_app.command("build")
+def data_build(
+    inputs: Annotated[
+        list[Path],
+        typer.Argument(help="Files or folders: .txt .jsonl (plain, .xz .gz .zst) .parquet"),
+    ],
+    out: Annotated[Path, typer.Option(help="The data folder to write.")],
+    recipe: Annotated[
+        str, typer.Option(help="Takes vocabulary, transform and hold-out from it.")
+    ] = "demo",
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Use this tokenizer file instead of training one.")
+    ] = None,
+    val: Annotated[
+        list[Path] | None, typer.Option(help="Held-out files of a published split.")
+    ] = None,
+    field: Annotated[str, typer.Option(help="Field or column that holds the text.")] = "text",
+    bad_input: Annotated[
+        str, typer.Option(help="Invalid UTF-8, lone surrogates, empty texts: refuse or repair.")
+    ] = "refuse",
+    licence: Licence = "not stated",
+    workers: Annotated[int, typer.Option(help="Processes; 0: one for each core.")] = 0,
+    set_: Set = None,
+    json: Json = False,
+) -> None:
+    """Train a lossless tokenizer and write token shards; documents are held out by their hash."""
+    from underpar.data.corpus import Reading
+    from underpar.runtime import num_cores
+    from underpar.verbs import build_data_folder, build_options
+
+    options = build_options(load_checked(recipe, set_), tokenizer)
+    options = replace(
+        options,
+        holdout=val or options.holdout,
+        reading=Reading(field, bad_input),
+        licence=licence,
+        workers=workers or num_cores(),
+    )
+    _show_manifest(out, build_data_folder(inputs, out, options, quiet=json), json)
+
+
+@data_app.command("inspect")
+def data_inspect(data: DataFolderPath, json: Json = False) -> None:
+    """Check a data folder in full and say what it holds."""
+    from underpar.data.folder import load_data
+
+    _show_manifest(data, load_data(data).manifest, json)
+
+
+@data_app.command("audit")
+def data_audit(
+    data: DataFolderPath,
+    threshold: Annotated[
+        float, typer.Option(help="Similarity (shared 5-word runs) of a near duplicate.")
+    ] = 0.7,
+    containment: Annotated[
+        float, typer.Option(help="Share of a held-out text's 13-word runs found in training.")
+    ] = 0.05,
+    json: Json = False,
+) -> None:
+    """Exact and near duplicates across the splits, by document. Exit code 1 if there are any.
+
+    Held-out texts that share long runs of words with training are listed too.
+    """
+    from underpar.data.duplicates import NearSettings
+    from underpar.verbs import audit_data
+
+    settings = NearSettings(threshold=threshold, threshold_containment=containment)
+    found = audit_data(data, settings, quiet=json)
+    show_json(found) if json else _show_duplicates(data, found)
+    raise typer.Exit(1 if found["verdict"] == "fail" else 0)
+
+
+@data_app.command("fetch")
+def data_fetch(
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="sp1024 sp4096 sp8192 caseops byte260 docs, or a dataset owner/name[@revision]"
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for the files.")],
+    include: Annotated[list[str] | None, typer.Option(help="Only paths like this glob.")] = None,
+    train_files: Annotated[int, typer.Option(help="Training files of a published set.")] = 80,
+    token: Annotated[str | None, typer.Option(help="Access token for gated sets.")] = None,
+    endpoint: Annotated[str | None, typer.Option(help="Another hub or a mirror.")] = None,
+    json: Json = False,
+) -> None:
+    """Download a published token set or any Hugging Face dataset; resumes, checks, waits."""
+    from underpar.data.fetch import HUB, FetchOptions
+    from underpar.verbs import fetch_data
+
+    options = FetchOptions(
+        endpoint=endpoint or HUB,
+        token=token,
+        include=tuple(include or ()),
+        num_train_files=train_files,
+    )
+    show_summary(json, str(out), asdict(fetch_data(name, out, options, quiet=json)))
+
+
+@data_app.command("import")
+def data_import(
+    source: Annotated[Path, typer.Argument(help="Folder with fineweb_train_*.bin and _val_.")],
+    out: Annotated[Path, typer.Option(help="The data folder to write.")],
+    tokenizer: Annotated[Path, typer.Option(help="The tokenizer that made the tokens.")],
+    transform: Annotated[str, typer.Option(help="Text transform before it.")] = "identity",
+    known: Annotated[
+        str | None, typer.Option(help="Published set whose validation totals must match.")
+    ] = None,
+    licence: Licence = "not stated",
+    json: Json = False,
+) -> None:
+    """Published token files (header 20240520, with or without sidecar) -> data folder."""
+    from underpar.data.exchange import ImportOptions
+    from underpar.verbs import import_data
+
+    options = ImportOptions(tokenizer, transform, known, licence)
+    _show_manifest(out, import_data(source, out, options, quiet=json), json)
+
+
+@data_app.command("export")
+def data_export(
+    data: DataFolderPath,
+    out: Annotated[Path, typer.Option(help="Folder for the published layout.")],
+    shard_tokens: Annotated[int, typer.Option(help="Tokens a file.")] = 100_000_000,
+    json: Json = False,
+) -> None:
+    """Data folder -> published token files, with a byte sidecar for validation."""
+    from underpar.data.exchange import export_published
+    from underpar.data.folder import load_data
+
+    export_published(load_data(data), data, out, shard_tokens)
+    show_json({"out": str(out)}) if json else typer.echo(f"exported to {out}")
+
+
+def _show_manifest(path: Path, manifest: dict[str, Any], json: bool) -> None:
+    if json:
+        show_json(manifest)
+        return
+    rows = [
+        (s, m["documents"], m["tokens"], m["bytes"], m["bytes_per_token"], m["changed"])
+        for s, m in ((s, manifest[s]) for s in ("train", "val"))
+    ]
+    about = manifest["tokenizer"]
+    kind = "lossless" if about["lossless"] else "LOSSY, scores are not comparable"
+    title = f"{path}: {about['vocab_size']} pieces, transform {about['transform']}, {kind}"
+    columns = ("split", "documents#", "tokens#", "bytes#", "bytes/token#", "changed documents#")
+    show_table(title, columns, rows)
+    tally = manifest.get("tally", {})
+    if tally.get("repaired") or tally.get("left_out_empty"):
+        OUT.print(
+            f"{tally['repaired']} documents repaired ({tally['replaced_characters']} characters), "
+            f"{tally['left_out_empty']} empty ones left out"
+        )
+
+
+def _show_duplicates(path: Path, found: dict[str, Any]) -> None:
+    rows = [
+        (kind, row.get("similarity", row.get("share", 1.0)), _name(row, "train"), _name(row, "val"))
+        for kind in ("exact", "near", "overlap")
+        for row in found[kind]["worst"]
+    ]
+    columns = ("kind", "shared#", "training document", "held-out document")
+    show_table(f"{path}: {found['summary']}", columns, rows)
+
+
+def _name(row: dict[str, Any], side: str) -> str:
+    return f"{row[side]['index']}: {row[side]['text'][:40]!r}"

@@ -1,0 +1,332 @@
+"""Find the documents that training and validation share: exact copies, near copies, passages.
+
+Texts are compared by shingles, runs of consecutive lower-cased words (Broder 1997). Those of
+validation, the small side, stand in one sorted table and training streams past it. Two documents
+without a common shingle have similarity 0, so counting the common ones finds every pair and its
+exact similarity; MinHash would estimate it and miss some pairs, to spare a count that is cheap
+here. Shingles are told apart by 64 bits. Memory: some 50 bytes a word of validation, plus what is
+found.
+"""
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from underpar.data.shards import Shard
+from underpar.errors import DataError
+
+NUM_WORST = 50
+
+_WORD = re.compile(r"\w+")
+# Bounds of the table of known words: it is emptied when full, and longer strings stay out of it.
+_MAX_WORDS = 1 << 19
+_MAX_WORD_CHARACTERS = 64
+# Knuth's MMIX multiplier. It is 5 modulo 8, which keeps its powers, and so the places of words in
+# a shingle, far apart modulo 2^64.
+_MULTIPLIER = np.uint64(6364136223846793005)
+# A look at the highest 24 bits of a hash spares most searches.
+_PREFIX_BITS = 24
+_PREFIX_SHIFT = np.uint64(64 - _PREFIX_BITS)
+_SIDES: tuple[Literal["left"], Literal["right"]] = ("left", "right")
+
+Decode = Callable[[npt.NDArray[Any]], bytes]
+# Called with the training documents done and their number in all.
+Progress = Callable[[int, int], None]
+Hashes = npt.NDArray[np.uint64]
+Indices = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class NearSettings:
+    """What counts as a near duplicate, and as too much of a validation document in training.
+
+    Thirteen words is the length of GPT-3's overlap check (arXiv:2005.14165, appendix C).
+    """
+
+    threshold: float = 0.7
+    shingle_words: int = 5
+    threshold_containment: float = 0.05
+    containment_words: int = 13
+
+    def __post_init__(self) -> None:
+        if not 0 < self.threshold <= 1:
+            raise DataError(f"threshold is {self.threshold}, expected above 0 and at most 1")
+        if not 0 <= self.threshold_containment < 1:
+            found = self.threshold_containment
+            raise DataError(f"threshold_containment is {found}, expected at least 0 and below 1")
+        for name in ("shingle_words", "containment_words"):
+            if getattr(self, name) < 1:
+                raise DataError(f"{name} is {getattr(self, name)}, expected at least 1")
+
+
+DEFAULTS = NearSettings()
+
+
+@dataclass(frozen=True)
+class Repeats:
+    """Exact duplicates inside a split: texts that occur again, and copies beyond the first."""
+
+    num_repeated: int
+    num_extra: int
+
+
+@dataclass(frozen=True)
+class ExactDuplicates:
+    """Documents with the same text; `across` holds every (train index, val index) pair."""
+
+    train: Repeats
+    val: Repeats
+    across: list[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class NearPair:
+    """A training and a validation document that are nearly the same.
+
+    `similarity` is the Jaccard similarity of their sets of shingles, `shared` the share of the
+    validation document's shingles that the training document has too.
+    """
+
+    train: int
+    val: int
+    similarity: float
+    shared: float
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """The share of a validation document's shingles that occur anywhere in training.
+
+    `train` is the training document with most of them, the first if several have as many.
+    """
+
+    val: int
+    share: float
+    train: int
+
+
+def exact_duplicates(train: Shard, val: Shard) -> ExactDuplicates:
+    """The documents whose source texts have the same SHA-256, inside each split and across."""
+    rows = np.concatenate([train.doc_hashes, val.doc_hashes])  # (D, 32)
+    _, texts = np.unique(rows.view("V32").ravel(), return_inverse=True)
+    train_texts, val_texts = texts[: train.num_documents], texts[train.num_documents :]
+    order = np.argsort(val_texts, kind="stable")
+    firsts, ends = (np.searchsorted(val_texts[order], train_texts, side) for side in _SIDES)
+    train_indices = np.repeat(np.arange(train.num_documents), ends - firsts)
+    val_indices = order[_join_ranges(firsts, ends)]
+    across = list(zip(train_indices.tolist(), val_indices.tolist(), strict=True))
+    return ExactDuplicates(_count_repeats(train_texts), _count_repeats(val_texts), across)
+
+
+def near_duplicates(
+    train: Shard,
+    val: Shard,
+    decode: Decode,
+    settings: NearSettings = DEFAULTS,
+    progress: Progress | None = None,
+) -> list[NearPair]:
+    """Every pair as similar as the threshold or more, exact copies included, most similar first.
+
+    A document of fewer words than a shingle is one shingle, a document without words has none.
+    """
+    return _scan(train, val, decode, settings, progress)[0]
+
+
+def find_overlaps(
+    train: Shard,
+    val: Shard,
+    decode: Decode,
+    settings: NearSettings = DEFAULTS,
+    progress: Progress | None = None,
+) -> list[Overlap]:
+    """The validation documents with a share in training above `threshold_containment`, worst first.
+
+    Passages shorter than a shingle go unseen, unless both documents consist of nothing else.
+    """
+    return _scan(train, val, decode, settings, progress)[1]
+
+
+def audit_duplicates(
+    train: Shard,
+    val: Shard,
+    decode: Decode,
+    settings: NearSettings = DEFAULTS,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Counts and the worst cases of all three kinds, ready for JSON; training is read once."""
+    exact = exact_duplicates(train, val)
+    pairs, overlaps = _scan(train, val, decode, settings, progress)
+
+    def name(train_index: int, val_index: int) -> dict[str, Any]:
+        return {
+            "train": _name_document(train, train_index, decode),
+            "val": _name_document(val, val_index, decode),
+        }
+
+    return {
+        "settings": asdict(settings),
+        "exact": {
+            "train": asdict(exact.train),
+            "val": asdict(exact.val),
+            "num_across": len(exact.across),
+            "worst": [name(*pair) for pair in exact.across[:NUM_WORST]],
+        },
+        "near": {
+            "num_pairs": len(pairs),
+            "num_val_documents": len({pair.val for pair in pairs}),
+            "worst": [asdict(pair) | name(pair.train, pair.val) for pair in pairs[:NUM_WORST]],
+        },
+        "overlap": {
+            "num_val_documents": len(overlaps),
+            "worst": [asdict(o) | name(o.train, o.val) for o in overlaps[:NUM_WORST]],
+        },
+    }
+
+
+def shingle_hashes(words: Hashes, num_words: int) -> Hashes:
+    """The distinct shingles of a document, sorted, from the hashes of its words in order."""
+    width = min(num_words, len(words))
+    if not width:
+        return words
+    hashes = np.zeros(len(words) - width + 1, dtype=np.uint64)
+    for offset in range(width):
+        hashes *= _MULTIPLIER
+        hashes += words[offset : offset + len(hashes)]
+    # Several times as fast as np.unique.
+    hashes.sort()
+    return hashes[np.append(True, hashes[1:] != hashes[:-1])]
+
+
+class _WordHashes(dict[str, int]):
+    """The 64-bit hash of a word, the same on every machine; recent words are remembered."""
+
+    def __missing__(self, word: str) -> int:
+        digest = hashlib.blake2b(word.encode("utf-8"), digest_size=8).digest()
+        value = int.from_bytes(digest, "little")
+        if len(word) <= _MAX_WORD_CHARACTERS:
+            if len(self) >= _MAX_WORDS:
+                self.clear()
+            self[word] = value
+        return value
+
+
+def _read_text(shard: Shard, index: int, decode: Decode) -> str:
+    return decode(shard.doc(index)[1:]).decode("utf-8", "replace")
+
+
+def _read_words(shard: Shard, decode: Decode, known: _WordHashes) -> Iterator[Hashes]:
+    for index in range(shard.num_documents):
+        words = _WORD.findall(_read_text(shard, index, decode).lower())
+        yield np.fromiter(map(known.__getitem__, words), np.uint64, len(words))
+
+
+class _ShingleTable:
+    """The shingles of many documents, sorted by hash; a row is one shingle of one document."""
+
+    def __init__(self, documents: Sequence[Hashes], num_words: int) -> None:
+        self.num_words = num_words
+        shingles = [shingle_hashes(words, num_words) for words in documents]
+        self.sizes = np.array([len(found) for found in shingles], dtype=np.int64)  # (D,)
+        hashes = np.concatenate([np.empty(0, dtype=np.uint64), *shingles])
+        order = np.argsort(hashes, kind="stable")
+        self._hashes = hashes[order]  # (R,)
+        self.owners = np.repeat(np.arange(len(documents)), self.sizes)[order]  # (R,)
+        self._has_prefix = np.zeros(1 << _PREFIX_BITS, dtype=bool)
+        self._has_prefix[self._hashes >> _PREFIX_SHIFT] = True
+
+    def find(self, shingles: Hashes) -> Indices:
+        """The rows that hold one of these distinct shingles."""
+        likely = shingles[self._has_prefix[shingles >> _PREFIX_SHIFT]]
+        return _join_ranges(*(np.searchsorted(self._hashes, likely, side) for side in _SIDES))
+
+
+class _NearFinder:
+    def __init__(self, val_words: Sequence[Hashes], settings: NearSettings) -> None:
+        self._table = _ShingleTable(val_words, settings.shingle_words)
+        self._threshold = settings.threshold
+        self._pairs: list[NearPair] = []
+
+    def visit(self, index: int, words: Hashes) -> None:
+        """Compare a training document with all of validation."""
+        shingles = shingle_hashes(words, self._table.num_words)
+        rows = self._table.find(shingles)
+        owners, num_common = np.unique(self._table.owners[rows], return_counts=True)
+        shared = num_common / self._table.sizes[owners]
+        similarity = num_common / (len(shingles) + self._table.sizes[owners] - num_common)
+        for i in np.flatnonzero(similarity >= self._threshold):
+            pair = NearPair(index, int(owners[i]), float(similarity[i]), float(shared[i]))
+            self._pairs.append(pair)
+
+    def pairs(self) -> list[NearPair]:
+        """The pairs found so far, most similar first."""
+        return sorted(self._pairs, key=lambda pair: (-pair.similarity, pair.train, pair.val))
+
+
+class _OverlapFinder:
+    def __init__(self, val_words: Sequence[Hashes], settings: NearSettings) -> None:
+        self._table = _ShingleTable(val_words, settings.containment_words)
+        self._threshold = settings.threshold_containment
+        self._is_seen = np.zeros(len(self._table.owners), dtype=bool)  # (R,)
+        self._most_common = np.zeros(len(val_words), dtype=np.int64)  # (D,)
+        self._most_common_in = np.zeros(len(val_words), dtype=np.int64)  # (D,)
+
+    def visit(self, index: int, words: Hashes) -> None:
+        """Compare a training document with all of validation."""
+        rows = self._table.find(shingle_hashes(words, self._table.num_words))
+        self._is_seen[rows] = True
+        owners, num_common = np.unique(self._table.owners[rows], return_counts=True)
+        is_more = num_common > self._most_common[owners]
+        self._most_common[owners[is_more]] = num_common[is_more]
+        self._most_common_in[owners[is_more]] = index
+
+    def overlaps(self) -> list[Overlap]:
+        """The overlaps with the documents visited so far, worst first."""
+        num_seen = np.bincount(self._table.owners[self._is_seen], minlength=len(self._most_common))
+        # A document without words has no shingles, so none were seen either.
+        shares = num_seen / np.maximum(self._table.sizes, 1)
+        found = [
+            Overlap(int(val), float(shares[val]), int(self._most_common_in[val]))
+            for val in np.flatnonzero(shares > self._threshold)
+        ]
+        return sorted(found, key=lambda overlap: (-overlap.share, overlap.val))
+
+
+def _scan(
+    train: Shard, val: Shard, decode: Decode, settings: NearSettings, progress: Progress | None
+) -> tuple[list[NearPair], list[Overlap]]:
+    # Reading takes longer than both searches together, so they share one pass.
+    known = _WordHashes()
+    val_words = list(_read_words(val, decode, known))
+    near, overlap = _NearFinder(val_words, settings), _OverlapFinder(val_words, settings)
+    for index, words in enumerate(_read_words(train, decode, known)):
+        near.visit(index, words)
+        overlap.visit(index, words)
+        if progress is not None:
+            progress(index + 1, train.num_documents)
+    return near.pairs(), overlap.overlaps()
+
+
+def _join_ranges(firsts: Indices, ends: Indices) -> Indices:
+    lengths = ends - firsts
+    # What turns a position in the joined ranges into a value of its own range.
+    shifts = firsts - (np.cumsum(lengths) - lengths)
+    return np.arange(lengths.sum()) + np.repeat(shifts, lengths)
+
+
+def _count_repeats(texts: Indices) -> Repeats:
+    counts = np.bincount(texts)
+    repeated = counts[counts > 1]
+    return Repeats(len(repeated), int((repeated - 1).sum()))
+
+
+def _name_document(shard: Shard, index: int, decode: Decode) -> dict[str, Any]:
+    return {
+        "index": index,
+        "sha256": shard.doc_hashes[index].tobytes().hex()[:12],
+        "text": _read_text(shard, index, decode)[:80],
+    }

@@ -1,0 +1,203 @@
+"""Published token files <-> data folders: import a set as it is, export one for other tools."""
+
+import hashlib
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from underpar import __version__
+from underpar.data.export import PublishedWriter
+from underpar.data.export_manifest import (
+    ExportedTokenizer,
+    ExportManifest,
+    SplitStats,
+    describe_dataset,
+    write_export_manifest,
+)
+from underpar.data.folder import SPLITS, TOKENIZER_NAME, DataFolder, hash_file, sidecar_name
+from underpar.data.folder_writer import FolderWriter
+from underpar.data.published import (
+    PUBLISHED_SHARD_TOKENS,
+    check_known_val,
+    open_published,
+    open_sidecar,
+    refuse_special_ids,
+    split_files,
+)
+from underpar.data.shards import CHANGED, Columns
+from underpar.data.tokenizer import Tokenizer, open_tokenizer, read_model
+from underpar.data.transforms import IDENTITY
+from underpar.errors import DataError
+from underpar.seams import BOS_ID
+
+BY_NAME = "the published split: fineweb_val_*.bin and fineweb_train_*.bin"
+# Of the validation documents, copies that training may hold. Web text has a few natural ones; an
+# export with the wrong default had 80 % (Parameter Golf issue 2127).
+MAX_NATURAL_SHARE = 0.001
+
+_BATCH_TOKENS = 1 << 20
+
+Progress = Callable[[str, int], None]
+
+
+@dataclass(frozen=True)
+class ImportOptions:
+    """What made the tokens; `known` is the name of a published set whose totals must match."""
+
+    tokenizer: Path
+    transform: str = IDENTITY
+    known: str | None = None
+    licence: str = "not stated"
+
+
+def import_published(
+    folder: Path, out: Path, options: ImportOptions, progress: Progress | None = None
+) -> dict[str, Any]:
+    """Make the data folder `out` from published token files, split as published."""
+    report = progress or (lambda split, num_documents: None)
+    tokenizer = open_tokenizer(read_model(options.tokenizer), options.transform)
+    # Validation first: training documents are checked against it as they come.
+    files = {split: split_files(folder, split) for split in reversed(SPLITS)}
+    val = [open_published(path, tokenizer.vocab_size) for path in files["val"]]
+    num_val = sum(int(np.count_nonzero(tokens == BOS_ID)) for tokens in val)
+    with FolderWriter(out, tokenizer, max_shared=int(MAX_NATURAL_SHARE * num_val)) as writer:
+        num_documents = 0
+        for split, paths in files.items():
+            for source, columns in _read_split(paths, tokenizer):
+                writer.add(str(source), split, columns)
+                num_documents += len(columns.counts)
+                report(split, num_documents)
+        if options.known is not None:
+            check_known_val(options.known, *writer.size("val"))
+    return writer.write_manifest(
+        {
+            "tool": f"underpar {__version__}",
+            "inputs": [
+                {
+                    "path": str(path),
+                    "split": split,
+                    "bytes": path.stat().st_size,
+                    "sha256": hash_file(path),
+                    "licence": options.licence,
+                    "documents": writer.ranges.get(str(path), {}),
+                }
+                for split, paths in files.items()
+                for path in paths
+            ],
+            "split": {"rule": BY_NAME, "fraction": None},
+        }
+    )
+
+
+def _read_split(paths: list[Path], tokenizer: Tokenizer) -> Iterator[tuple[Path, Columns]]:
+    """Batches of whole documents with the file they end in; a document may straddle files."""
+    tokens, weights = np.zeros(0, np.uint16), np.zeros(0, np.uint16)
+    for number, path in enumerate(paths):
+        values = open_published(path, tokenizer.vocab_size)
+        refuse_special_ids(path, values)
+        bytes_of = open_sidecar(path, values)
+        if bytes_of is None:
+            bytes_of = tokenizer.token_bytes[values].astype(np.uint16)
+        if number == 0 and (not len(values) or values[0] != BOS_ID):
+            raise DataError(f"{path}: does not begin with BOS ({BOS_ID}), so documents are cut")
+        for begin in range(0, len(values), _BATCH_TOKENS):
+            tokens = np.append(tokens, values[begin : begin + _BATCH_TOKENS])
+            weights = np.append(weights, bytes_of[begin : begin + _BATCH_TOKENS])
+            # The last document may go on, so it waits.
+            last = int(np.flatnonzero(tokens == BOS_ID)[-1])
+            if last:
+                yield path, _columns(tokens[:last], weights[:last], tokenizer)
+                tokens, weights = tokens[last:], weights[last:]
+    if len(tokens):
+        yield paths[-1], _columns(tokens, weights, tokenizer)
+
+
+def _columns(
+    tokens: npt.NDArray[np.uint16], weights: npt.NDArray[np.uint16], tokenizer: Tokenizer
+) -> Columns:
+    starts = np.flatnonzero(tokens == BOS_ID)
+    # The text itself is not in the files: what the tokens decode to stands for it.
+    texts = [tokenizer.decode(document) for document in np.split(tokens, starts[1:])]
+    doc_bytes = np.add.reduceat(weights, starts, dtype=np.int64)
+    by_table = np.add.reduceat(tokenizer.token_bytes[tokens], starts, dtype=np.int64)
+    differs = doc_bytes != np.array([len(text) for text in texts])
+    hashes = b"".join(hashlib.sha256(text).digest() for text in texts)
+    return Columns(
+        tokens=tokens,
+        weights=weights.astype(np.int32),
+        counts=np.diff(starts, append=len(tokens)),
+        doc_bytes=doc_bytes,
+        doc_hashes=np.frombuffer(hashes, dtype=np.uint8).reshape(-1, 32),
+        flags=(CHANGED * differs).astype(np.uint8),
+        num_off_table=int(np.count_nonzero(by_table != doc_bytes)),
+    )
+
+
+def export_published(
+    data: DataFolder, source: Path, out: Path, shard_tokens: int = PUBLISHED_SHARD_TOKENS
+) -> None:
+    """Write the data folder at `source` as published token files, with a sidecar for validation."""
+    tokenizer = data.tokenizer
+    name = f"underpar_{tokenizer.vocab_size}"
+    stats = _write_splits(data, _val_weights(data, source), out / "datasets" / name, shard_tokens)
+    (out / "tokenizers").mkdir(exist_ok=True)
+    shutil.copyfile(source / TOKENIZER_NAME, out / "tokenizers" / f"{name}.model")
+    dataset = describe_dataset(f"datasets/{name}", name, stats["train"], stats["val"], sidecar=True)
+    write_export_manifest(
+        out,
+        ExportManifest(
+            num_docs=data.train.num_documents + data.val.num_documents,
+            num_val_docs=data.val.num_documents,
+            shuffle_seed=None,
+            shard_size=shard_tokens,
+            tokenizers=(_describe_tokenizer(tokenizer, name),),
+            datasets=(dataset,),
+        ),
+    )
+
+
+def _write_splits(
+    data: DataFolder, weights: npt.NDArray[Any], folder: Path, shard_tokens: int
+) -> dict[str, SplitStats]:
+    vocab_size = data.tokenizer.vocab_size
+    with ExitStack() as stack:
+        # Both are opened before a document is written: neither may find files of another export.
+        writers = {
+            split: stack.enter_context(
+                PublishedWriter(folder, split, vocab_size, shard_tokens, sidecar=split == "val")
+            )
+            for split in SPLITS
+        }
+        for split, shard in (("train", data.train), ("val", data.val)):
+            for index in range(shard.num_documents):
+                begin = int(shard.starts[index])
+                document = shard.doc(index)
+                bytes_of = weights[begin : begin + len(document)] if split == "val" else None
+                writers[split].add(document, bytes_of)
+        return {split: writer.stats() for split, writer in writers.items()}
+
+
+def _describe_tokenizer(tokenizer: Tokenizer, name: str) -> ExportedTokenizer:
+    has_transform = tokenizer.transform_name != IDENTITY
+    return ExportedTokenizer(
+        name=name,
+        kind=tokenizer.kind,
+        vocab_size=tokenizer.vocab_size,
+        bos_id=BOS_ID,
+        eos_id=2,
+        model_path=f"tokenizers/{name}.model",
+        text_transform=tokenizer.transform_name if has_transform else None,
+        reserve_text_transform_controls=True if has_transform else None,
+    )
+
+
+def _val_weights(data: DataFolder, source: Path) -> npt.NDArray[Any]:
+    if data.manifest["val"]["ledger"] == "sidecar":
+        return open_published(source / sidecar_name("val"), None)
+    return data.tokenizer.token_bytes[data.val.tokens]

@@ -1,0 +1,148 @@
+"""Write a data folder: two shards, the byte sidecar of validation, and the manifest last."""
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from underpar.data.export import ValueSeries, checked_values
+from underpar.data.folder import (
+    FORMAT,
+    MANIFEST_NAME,
+    SPLITS,
+    TOKENIZER_NAME,
+    hash_file,
+    hash_keys,
+    shard_name,
+    sidecar_name,
+)
+from underpar.data.shards import Columns, ShardWriter
+from underpar.data.tokenizer import Tokenizer
+from underpar.errors import DataError
+from underpar.run import write_atomic
+
+
+class FolderWriter:
+    """Documents in, batch by batch; the shards appear when the block ends without an error.
+
+    `max_shared` is how many training documents may also be validation documents, which must then
+    come first; None where the split rule makes it impossible.
+    """
+
+    def __init__(self, out: Path, tokenizer: Tokenizer, max_shared: int | None) -> None:
+        self.num_shared = 0
+        # Input -> split -> [first document, end) in the split's shard.
+        self.ranges: dict[str, dict[str, list[int]]] = {}
+        self._out = out
+        self._tokenizer = tokenizer
+        self._max_shared = max_shared
+        self._stack = ExitStack()
+        self._val_keys: list[npt.NDArray[np.uint64]] = []
+
+    def __enter__(self) -> "FolderWriter":
+        self._out.mkdir(parents=True, exist_ok=True)
+        # Without a manifest no folder is accepted, so it goes first and comes last.
+        (self._out / MANIFEST_NAME).unlink(missing_ok=True)
+        (self._out / sidecar_name("val")).unlink(missing_ok=True)
+        write_atomic(self._out / TOKENIZER_NAME, self._tokenizer.content)
+        self._sidecar = ValueSeries(self._out, sidecar_name("val"))
+        self._stack.callback(self._sidecar.discard)
+        vocab_size = self._tokenizer.vocab_size
+        self._writers = {
+            split: self._stack.enter_context(ShardWriter(self._out / shard_name(split), vocab_size))
+            for split in SPLITS
+        }
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            # A table of bytes per token would not do for these documents.
+            if kind is None and self._writers["val"].num_off_table:
+                self._sidecar.close()
+                self._sidecar.publish()
+        finally:
+            self._stack.__exit__(kind, error, trace)
+
+    @property
+    def empty_splits(self) -> list[str]:
+        """Splits without a document so far."""
+        return [split for split, writer in self._writers.items() if not writer.num_documents]
+
+    def size(self, split: str) -> tuple[int, int]:
+        """Tokens and bytes of a split so far."""
+        return self._writers[split].num_tokens, self._writers[split].num_bytes
+
+    def add(self, source: str, split: str, columns: Columns) -> None:
+        """Append documents that came from an input."""
+        self._refuse_shared(source, split, columns)
+        writer = self._writers[split]
+        span = self.ranges.setdefault(source, {}).setdefault(split, [writer.num_documents, 0])
+        writer.add(columns)
+        span[1] = writer.num_documents
+        if split == "val":
+            assert columns.weights is not None
+            what = f"{source}: source bytes of token"
+            self._sidecar.write(checked_values(columns.weights, 1 << 16, what))
+
+    def _refuse_shared(self, source: str, split: str, columns: Columns) -> None:
+        if self._max_shared is None:
+            return
+        keys = hash_keys(columns.doc_hashes)
+        if split == "val":
+            self._val_keys.append(keys)
+            return
+        shared = np.flatnonzero(np.isin(keys, np.concatenate(self._val_keys)))
+        self.num_shared += shared.size
+        if self.num_shared > self._max_shared:
+            digest = columns.doc_hashes[shared[-1]].tobytes().hex()
+            raise DataError(
+                f"{source}: {self.num_shared} training documents are also held out (the last one "
+                f"SHA-256 {digest[:16]}...), at most {self._max_shared} may be; "
+                "take them out of one side"
+            )
+
+    def write_manifest(self, head: dict[str, Any]) -> dict[str, Any]:
+        """Add what was written to `head`; with this file the folder is complete."""
+        tokenizer = self._tokenizer
+        manifest = {
+            "format": FORMAT,
+            **head,
+            "tokenizer": {
+                "kind": tokenizer.kind,
+                "identity": tokenizer.identity,
+                "vocab_size": tokenizer.vocab_size,
+                "transform": tokenizer.transform_name,
+                "lossless": tokenizer.lossless,
+            },
+            "shared_documents": self.num_shared,
+            **{split: self._describe(writer) for split, writer in self._writers.items()},
+        }
+        has_sidecar = self._writers["val"].num_off_table > 0
+        manifest["val"]["ledger"] = "sidecar" if has_sidecar else "table"
+        if has_sidecar:
+            manifest["val"]["sidecar_sha256"] = hash_file(self._sidecar.paths[0])
+        write_atomic(self._out / MANIFEST_NAME, json.dumps(manifest, indent=2) + "\n")
+        return manifest
+
+    def _describe(self, writer: ShardWriter) -> dict[str, Any]:
+        num_text_tokens = max(1, writer.num_tokens - writer.num_documents)
+        return {
+            "documents": writer.num_documents,
+            "tokens": writer.num_tokens,
+            "bytes": writer.num_bytes,
+            "bytes_per_token": round(writer.num_bytes / num_text_tokens, 6),
+            "changed": writer.num_changed,
+            "repaired": writer.num_repaired,
+            "off_table": writer.num_off_table,
+            "documents_sha256": writer.documents_sha256,
+            "sha256": hash_file(writer.path),
+        }

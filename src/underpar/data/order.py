@@ -1,0 +1,126 @@
+"""The endless order in which training reads a shard, a pure function of the seed and a position."""
+
+from abc import ABC, abstractmethod
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from underpar.data.shards import Shard
+from underpar.errors import DataError, RecipeError
+from underpar.seams import BOS_ID
+
+Ints = npt.NDArray[np.int64]
+
+
+class Span(NamedTuple):
+    """A stretch of N tokens of an order, with the token that follows each in its own text."""
+
+    inputs: Ints  # (N,)
+    targets: Ints  # (N,)
+    is_start: npt.NDArray[np.bool_]  # (N,) a document or a piece of the order begins here
+
+
+class Order(ABC):
+    """Pieces of a shard one after another without end: every piece once an epoch, shuffled."""
+
+    def __init__(self, shard: Shard, seed: int, epoch_tokens: int) -> None:
+        self.epoch_tokens = epoch_tokens
+        self._tokens = shard.tokens
+        self._seed = seed
+        self._pieces = lru_cache(maxsize=1)(self._shuffle)
+
+    def span(self, begin: int, end: int) -> Span:
+        """Tokens [begin, end) of the endless stream."""
+        assert 0 <= begin < end
+        parts = []
+        while begin < end:
+            epoch, offset = divmod(begin, self.epoch_tokens)
+            stop = min(offset + end - begin, self.epoch_tokens)
+            parts.append(self._places(epoch, offset, stop))
+            begin += stop - offset
+        places, is_first = map(np.concatenate, zip(*parts, strict=True))
+        last = len(self._tokens) - 1
+        inputs = self._tokens[places].astype(np.int64)
+        targets = self._tokens[np.minimum(places + 1, last)].astype(np.int64)
+        # After the shard's last document comes another, as after every document.
+        targets[places == last] = BOS_ID
+        return Span(inputs, targets, is_first | (inputs == BOS_ID))
+
+    def _places(self, epoch: int, begin: int, end: int) -> tuple[Ints, npt.NDArray[np.bool_]]:
+        """Where in the shard tokens [begin, end) of an epoch lie, and which begin a piece."""
+        firsts, bounds = self._pieces(epoch)
+        low, high = np.searchsorted(bounds, [begin, end - 1], side="right")
+        firsts, bounds = firsts[low - 1 : high], bounds[low - 1 : high + 1]
+        num_tokens: Ints = np.diff(bounds.clip(begin, end))
+        places = np.arange(begin, end) + np.repeat(firsts - bounds[:-1], num_tokens)
+        return places, places == np.repeat(firsts, num_tokens)
+
+    def _random(self, epoch: int, count: int) -> npt.NDArray[np.uint64]:
+        # Raw PCG64 output is fixed across numpy versions; Generator.permutation is not.
+        return np.random.PCG64([self._seed, epoch]).random_raw(count)
+
+    @abstractmethod
+    def _shuffle(self, epoch: int) -> tuple[Ints, Ints]:
+        """Each piece's first token in the shard (P,), and its bounds in the epoch (P + 1,)."""
+
+
+class DocumentOrder(Order):
+    """Whole documents, shuffled."""
+
+    def __init__(self, shard: Shard, seed: int) -> None:
+        super().__init__(shard, seed, shard.num_tokens)
+        self._starts = shard.starts
+        self._lengths = np.diff(shard.starts, append=shard.num_tokens)
+
+    def _shuffle(self, epoch: int) -> tuple[Ints, Ints]:
+        order = np.argsort(self._random(epoch, len(self._starts)), kind="stable")
+        return self._starts[order], _bounds(self._lengths[order])
+
+
+class SequenceOrder(Order):
+    """Shuffled sequences (PR 1394, PR 1493): windows of the shard, whatever documents they hold.
+
+    The windows do not overlap, follow each other from a random phase below their length, and each
+    holds `window_tokens` inputs; its last target is the token after it. Their number is the same in
+    every epoch, so less than two windows of the shard's ends are left out of an epoch. Attention
+    never crosses a window's first token, but a lever that reads the token before finds there the
+    end of the window before.
+    """
+
+    def __init__(self, shard: Shard, seed: int, window_tokens: int) -> None:
+        if shard.num_tokens <= window_tokens:
+            raise DataError(
+                f"the training shard has {shard.num_tokens} tokens, sequences of {window_tokens} "
+                "need at least one more; use a shorter context or train.order = 'documents'"
+            )
+        # The largest number that fits at every phase, or one window in a very short shard.
+        self._num_windows = max(1, shard.num_tokens // window_tokens - 1)
+        self._window_tokens = window_tokens
+        super().__init__(shard, seed, self._num_windows * window_tokens)
+        self._num_phases = min(window_tokens, shard.num_tokens - self.epoch_tokens)
+
+    def _shuffle(self, epoch: int) -> tuple[Ints, Ints]:
+        random = self._random(epoch, 1 + self._num_windows)
+        phase = int(random[0]) % self._num_phases
+        order = np.argsort(random[1:], kind="stable")
+        lengths = np.full(self._num_windows, self._window_tokens)
+        return phase + order * self._window_tokens, _bounds(lengths)
+
+
+def _bounds(lengths: npt.NDArray[Any]) -> Ints:
+    return np.append(0, np.cumsum(lengths))
+
+
+def make_order(name: str, shard: Shard, seed: int, window_tokens: int) -> Order:
+    """The order of that name; `window_tokens` is the length of a sequence."""
+    if not shard.num_tokens:
+        raise DataError("the training shard is empty, build the data folder again")
+    if seed < 0:
+        raise RecipeError(f"seed is {seed}, expected 0 or more")
+    if name == "documents":
+        return DocumentOrder(shard, seed)
+    if name == "sequences":
+        return SequenceOrder(shard, seed, window_tokens)
+    raise RecipeError(f"order is {name!r}, expected 'documents' or 'sequences'")

@@ -1,0 +1,138 @@
+"""Raw records to token columns: read, hash, split, transform, tokenize, count bytes.
+
+One `Preparer` does it all for a batch and keeps nothing but its word table, so batches can run in
+any process: here on all cores of a machine, or inside another engine (examples/datatrove_step.py).
+"""
+
+import hashlib
+import multiprocessing
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from underpar.data.corpus import RawBatch, Reading, Tally, is_held_out, parse
+from underpar.data.shards import CHANGED, REPAIRED, Columns, token_dtype
+from underpar.data.tokenizer import Tokenizer, open_tokenizer
+from underpar.data.words import Pieces
+from underpar.errors import DataError
+
+# Batches in flight for each worker: one at work, one waiting, one being written.
+_AHEAD = 3
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every worker must know; plain values, so that it travels."""
+
+    tokenizer: bytes
+    transform: str
+    reading: Reading
+    fraction: float | None  # held out by hash, or None where files decide
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The documents of a raw batch, by split."""
+
+    splits: dict[str, Columns]
+    tally: Tally
+
+
+@dataclass(frozen=True)
+class _Item:
+    text: str
+    raw: bytes
+    digest: bytes
+    is_repaired: bool
+
+
+class Preparer:
+    """Raw batches -> columns, with one tokenizer and its word table."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self.tokenizer: Tokenizer = open_tokenizer(plan.tokenizer, plan.transform)
+
+    def prepare(self, batch: RawBatch, split: str) -> Prepared:
+        """Columns of a batch; `split` is where documents go that no hash holds out."""
+        tally = Tally()
+        groups: dict[str, list[_Item]] = {}
+        for document in parse(batch, self._plan.reading, tally):
+            raw = document.text.encode("utf-8")
+            item = _Item(document.text, raw, hashlib.sha256(raw).digest(), document.is_repaired)
+            held_out = self._plan.fraction is not None and is_held_out(
+                item.digest, self._plan.fraction
+            )
+            groups.setdefault("val" if held_out else split, []).append(item)
+        return Prepared({name: self._columns(name, g) for name, g in groups.items()}, tally)
+
+    def _columns(self, split: str, items: list[_Item]) -> Columns:
+        pieces = self.tokenizer.encode_texts([item.text for item in items])
+        doc_bytes = np.array([len(item.raw) for item in items], dtype=np.int64)
+        hashes = b"".join(item.digest for item in items)
+        repaired = np.array([item.is_repaired for item in items])
+        return Columns(
+            tokens=pieces.tokens.astype(token_dtype(self.tokenizer.vocab_size)),
+            # Only validation is scored by the byte; elsewhere they would just travel.
+            weights=pieces.weights if split == "val" else None,
+            counts=pieces.counts,
+            doc_bytes=doc_bytes,
+            doc_hashes=np.frombuffer(hashes, dtype=np.uint8).reshape(-1, 32),
+            flags=(CHANGED * pieces.changed + REPAIRED * repaired).astype(np.uint8),
+            num_off_table=self._check_bytes(pieces, doc_bytes),
+        )
+
+    def _check_bytes(self, pieces: Pieces, doc_bytes: npt.NDArray[np.int64]) -> int:
+        firsts = np.cumsum(pieces.counts) - pieces.counts
+        counted = np.add.reduceat(pieces.weights, firsts, dtype=np.int64)
+        # A normalizer may drop whitespace at a document's edges, which then belongs to no token.
+        wrong = np.where(pieces.changed, counted > doc_bytes, counted != doc_bytes)
+        assert not wrong.any(), "the ledger does not add up to the text"
+        by_table = np.add.reduceat(self.tokenizer.token_bytes[pieces.tokens], firsts)
+        return int(np.count_nonzero(by_table != doc_bytes))
+
+
+Job = tuple[RawBatch, str]
+
+
+def prepare_all(plan: Plan, jobs: Iterable[Job], workers: int) -> Iterator[tuple[Job, Prepared]]:
+    """Every job with its columns, in order, on that many processes (1: in this one)."""
+    if workers < 1:
+        raise DataError(f"workers is {workers}, expected at least 1")
+    if workers == 1:
+        preparer = Preparer(plan)
+        for job in jobs:
+            yield job, preparer.prepare(*job)
+        return
+    # Fresh processes: a fork of one that has threads may hang.
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(plan,))
+    waiting: deque[tuple[Job, Future[Prepared]]] = deque()
+    try:
+        for job in jobs:
+            waiting.append((job, pool.submit(_run_job, job)))
+            if len(waiting) >= _AHEAD * workers:
+                done, future = waiting.popleft()
+                yield done, future.result()
+        while waiting:
+            done, future = waiting.popleft()
+            yield done, future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_preparer: Preparer | None = None
+
+
+def _start_worker(plan: Plan) -> None:
+    global _preparer
+    _preparer = Preparer(plan)
+
+
+def _run_job(job: Job) -> Prepared:
+    assert _preparer is not None
+    return _preparer.prepare(*job)

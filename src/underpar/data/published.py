@@ -1,0 +1,199 @@
+"""Published FineWeb token files of Parameter Golf: open them, their documents and byte sidecars.
+
+Layout, little-endian:
+
+    offset  type           content
+    0       i32[256]       20240520, version 1, number of values n, then zeros
+    1024    u16[n]         token ids; in a sidecar, the bytes of text each token stands for
+
+A split is one stream cut into numbered files, `fineweb_val_000000.bin` and so on; a document is
+[BOS] + tokens, no EOS, and may straddle two files. A sidecar, `fineweb_val_bytes_000000.bin`, has
+one entry a token of the file with its number.
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from underpar.errors import DataError
+from underpar.seams import BOS_ID
+
+MAGIC = 20240520
+VERSION = 1
+HEADER_INTS = 256
+HEADER_BYTES = 4 * HEADER_INTS
+PUBLISHED_SHARD_TOKENS = 100_000_000
+SPLITS = ("train", "val")
+# Nothing in a stream of text: no padding, no EOS, and byte fallback leaves nothing unknown.
+SPECIAL_IDS = {0: "PAD", 2: "EOS", 3: "UNK"}
+# Targets and UTF-8 bytes of the whole validation set of 50,000 documents. The targets are its
+# tokens but the first. byte260 follows from its scored part: one token a byte and a BOS a document.
+KNOWN_VAL = {
+    "sp1024": (62_021_845, 151_080_891),
+    "sp8192": (40_540_802, 151_080_891),
+    "caseops": (47_853_343, 151_080_645),
+    "byte260": (151_130_644, 151_080_645),
+}
+
+_TOKEN_FILE = re.compile(r"fineweb_(train|val)_([0-9]{6})\.bin")
+_CHUNK = 1 << 22
+
+
+def open_published(path: Path, limit: int | None) -> npt.NDArray[np.uint16]:
+    """Map the values of one file; any at or over `limit`, the vocabulary size, is refused."""
+    try:
+        with path.open("rb") as file:
+            num_values = _parse_header(path, file.read(HEADER_BYTES))
+            num_file_bytes = os.fstat(file.fileno()).st_size
+            # Checked before anything is mapped; a download cut short shows here.
+            expected = HEADER_BYTES + 2 * num_values
+            if num_file_bytes != expected:
+                raise DataError(
+                    f"{path}: file has {num_file_bytes} bytes, its header promises {expected}; "
+                    "fetch it again"
+                )
+            # A plain view of the map: slicing the memmap class itself is several times slower.
+            raw = np.asarray(np.memmap(file, dtype=np.uint8, mode="r"))
+    except OSError as error:
+        raise DataError(f"{path}: token file cannot be read: {error.strerror}") from error
+    values = raw[HEADER_BYTES:].view("<u2")
+    if limit is not None:
+        _refuse_ids_from(path, values, limit)
+    return values
+
+
+def _parse_header(path: Path, header: bytes) -> int:
+    if len(header) < HEADER_BYTES:
+        raise DataError(f"{path}: {len(header)} bytes, a token file has at least {HEADER_BYTES}")
+    magic, version, num_values, *reserved = np.frombuffer(header, dtype="<i4").tolist()
+    if magic != MAGIC:
+        raise DataError(f"{path}: not a published token file, magic is {magic}, expected {MAGIC}")
+    if version != VERSION:
+        raise DataError(f"{path}: token file version {version}, expected {VERSION}")
+    if any(reserved):
+        at = next(i for i, value in enumerate(reserved) if value)
+        raise DataError(f"{path}: header integer {3 + at} is {reserved[at]}, expected 0")
+    if num_values < 0:
+        raise DataError(f"{path}: header promises {num_values} values, expected 0 or more")
+    return int(num_values)
+
+
+def _refuse_ids_from(path: Path, tokens: npt.NDArray[np.uint16], limit: int) -> None:
+    for begin, chunk in _chunks(tokens):
+        if int(chunk.max()) >= limit:
+            at = int(np.argmax(chunk >= limit))
+            raise DataError(
+                f"{path}: token {begin + at} is id {chunk[at]}, the tokenizer has {limit} ids"
+            )
+
+
+def refuse_special_ids(path: Path, tokens: npt.NDArray[np.uint16]) -> None:
+    """Refuse tokens with PAD, EOS or UNK among them: the text under an UNK is lost."""
+    for begin, chunk in _chunks(tokens):
+        special = np.isin(chunk, list(SPECIAL_IDS))
+        if special.any():
+            at = int(np.argmax(special))
+            raise DataError(
+                f"{path}: token {begin + at} is {SPECIAL_IDS[int(chunk[at])]}, which no document "
+                "has; encode with byte fallback and without padding or EOS"
+            )
+
+
+def _chunks(values: npt.NDArray[Any]) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+    for begin in range(0, len(values), _CHUNK):
+        yield begin, values[begin : begin + _CHUNK]
+
+
+def split_files(folder: Path, split: str) -> list[Path]:
+    """Token files of "train" or "val", in order; sidecars are left out, a gap is refused."""
+    if split not in SPLITS:
+        raise DataError(f"split is {split!r}, expected one of {', '.join(SPLITS)}")
+    # The glob every published reader uses; it matches the sidecars too.
+    matches = sorted(folder.glob(f"fineweb_{split}_*.bin"))
+    files = [file for file in matches if "_bytes_" not in file.name]
+    for file in files:
+        if not _TOKEN_FILE.fullmatch(file.name):
+            raise DataError(f"{file}: name is not fineweb_{split}_ and six digits; move it away")
+    for index in range(max(1, len(files))):
+        expected = folder / f"fineweb_{split}_{index:06d}.bin"
+        if expected not in files:
+            raise DataError(f"{expected} is missing; fetch it")
+    return files
+
+
+def sidecar_of(path: Path) -> Path:
+    """Where the byte sidecar of a token file belongs, whether there is one or not."""
+    match = _TOKEN_FILE.fullmatch(path.name)
+    if match is None:
+        raise DataError(f"{path}: not the name of a token file, such as fineweb_val_000000.bin")
+    return path.with_name(f"fineweb_{match[1]}_bytes_{match[2]}.bin")
+
+
+def open_sidecar(
+    token_file: Path, tokens: npt.NDArray[np.uint16], bos_id: int = BOS_ID
+) -> npt.NDArray[np.uint16] | None:
+    """Bytes of text of each of `tokens`, those of `token_file`; None if it has no sidecar."""
+    path = sidecar_of(token_file)
+    # A link to nowhere is a sidecar that cannot be read, not one that is absent.
+    if not os.path.lexists(path):
+        return None
+    weights = open_published(path, None)
+    if len(weights) != len(tokens):
+        raise DataError(f"{path}: {len(weights)} entries for {len(tokens)} tokens")
+    wrong = np.flatnonzero((tokens == bos_id) & (weights != 0))
+    if wrong.size:
+        raise DataError(
+            f"{path}: the BOS at token {wrong[0]} has {weights[wrong[0]]} bytes, expected 0"
+        )
+    return weights
+
+
+def document_table(tokens: npt.NDArray[np.uint16], bos_id: int = BOS_ID) -> npt.NDArray[np.int64]:
+    """Positions of BOS, ascending, in the whole stream of a split."""
+    if not len(tokens):
+        raise DataError(f"the token stream is empty, expected BOS ({bos_id}) first")
+    if tokens[0] != bos_id:
+        raise DataError(
+            f"the token stream begins with id {tokens[0]}, expected BOS ({bos_id}); "
+            "start at the first file of the split and leave sidecars out"
+        )
+    return np.flatnonzero(tokens == bos_id).astype(np.int64, copy=False)
+
+
+def target_counts(starts: npt.NDArray[np.int64], num_tokens: int) -> npt.NDArray[np.int64]:
+    """Targets each document owns: its tokens after BOS and the next document's BOS.
+
+    They add up to num_tokens - 1: the first BOS is never a target, the last document has no end.
+    """
+    assert starts[0] == 0 and starts[-1] < num_tokens
+    counts = np.diff(np.append(starts, num_tokens - 1))
+    assert (counts[:-1] > 0).all()
+    return counts
+
+
+def check_known_val(name: str, num_tokens: int, num_bytes: int) -> None:
+    """Refuse a validation set that is not all of the published one: its tokens, then its bytes."""
+    if name not in KNOWN_VAL:
+        raise DataError(f"no published validation set {name!r}; known: {', '.join(KNOWN_VAL)}")
+    known_targets, known_bytes = KNOWN_VAL[name]
+    known_tokens = known_targets + 1
+    if num_tokens != known_tokens:
+        reason = (
+            "it looks like a partial validation set, take all 50,000 documents"
+            if num_tokens < known_tokens
+            else "it is another export"
+        )
+        raise DataError(
+            f"{name} validation has {num_tokens:,} tokens, the published set {known_tokens:,}: "
+            f"{reason}"
+        )
+    if num_bytes != known_bytes:
+        raise DataError(
+            f"{name} validation has {num_bytes:,} bytes, the published set {known_bytes:,}: its "
+            "tokens are all there, so the bytes of some are wrong or its sidecar is partial"
+        )
