@@ -16,8 +16,8 @@ test-all: $(READY)
 	$(BIN)/pytest -m "not gpu and not fineweb"
 
 lint: $(READY)
-	$(BIN)/ruff check src tests
-	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src tests examples
+	$(BIN)/ruff format --check src tests examples
 	$(BIN)/mypy
 
 $(READY): pyproject.toml constraints.txt

@@ -11,10 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tiny import TinyRun
+from trained import TRANSFORM_NAMES, any_bytes, lossless
 from underpar.codec import stream
 from underpar.codec.lanes import decode_documents, encode_documents
 from underpar.codec.stream import CODED, STORED, Codec, code_documents, read_header
 from underpar.data.folder import load_data
+from underpar.data.tokenizer import SentencePieceTokenizer
 from underpar.errors import CodecError
 from underpar.pipeline import open_codec
 from underpar.runtime import Runtime
@@ -179,3 +181,71 @@ def test_the_number_of_threads_does_not_matter(codec: Codec, compressed: bytes) 
         assert torch.get_num_threads() == before + 1
     finally:
         torch.set_num_threads(before)
+
+
+class Unigram:
+    """A predictor that knows how often each token occurs in a text, and nothing else."""
+
+    device = torch.device("cpu")
+    context = 1000
+
+    def __init__(self, tokenizer: SentencePieceTokenizer, text: str) -> None:
+        tokens = tokenizer.encode(text.encode())
+        counts = np.bincount(tokens, minlength=tokenizer.vocab_size) + 0.01
+        self._log_probs = torch.from_numpy(np.log(counts / counts.sum()))
+
+    def stepper(self, num_lanes: int) -> "Unigram":
+        return self
+
+    def step(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self._log_probs.expand(len(tokens), -1)
+
+    def reset(self, lanes: torch.Tensor) -> None:
+        pass
+
+    def keep(self, lanes: torch.Tensor) -> None:
+        pass
+
+
+def transformed(name: str, text: str = TEXT) -> Codec:
+    tokenizer = lossless(name)
+    return Codec(Unigram(tokenizer, text), tokenizer, hashlib.sha256(b"").hexdigest())
+
+
+@pytest.mark.parametrize("name", TRANSFORM_NAMES)
+@settings(max_examples=20, deadline=None)
+@given(data=any_bytes)
+def test_any_bytes_come_back_behind_a_transform(name: str, data: bytes) -> None:
+    # Seen often, so that they are coded and not stored.
+    codec = transformed(name, data.decode("utf-8", "ignore"))
+    assert codec.decompress(codec.compress(data * 5)) == data * 5
+
+
+@pytest.mark.parametrize("name", TRANSFORM_NAMES)
+def test_a_text_may_have_more_tokens_than_bytes(name: str) -> None:
+    text = "A B C D E F G H " * 20
+    codec = transformed(name, text)
+    compressed = codec.compress(text.encode())
+    assert read_header(compressed)[0].method == CODED
+    assert codec.decompress(compressed) == text.encode()
+
+
+@pytest.mark.parametrize("name", TRANSFORM_NAMES)
+def test_lanes_may_end_between_an_operator_and_its_word(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "TOKENS_PER_LANE", 3)
+    text = "The NASA \u00c9 iPhone Of McDonald's " * 8
+    codec = transformed(name, text)
+    compressed = codec.compress(text.encode())
+    header, _ = read_header(compressed)
+    assert (header.method, header.num_documents) == (CODED, 64)
+    assert codec.decompress(compressed) == text.encode()
+
+
+def test_a_payload_of_impossible_operators_is_refused() -> None:
+    codec = transformed("caseops", "A " * 300)
+    header, _ = read_header(codec.compress(b"A " * 300))
+    payload = encode_documents(codec.predictor, [np.array([4, 4, 4])], 1)
+    with pytest.raises(CodecError, match="the file is damaged: case operator"):
+        codec.decompress(header.to_bytes() + payload)

@@ -1,79 +1,112 @@
-"""Building a data folder: the split, determinism, samples, interruption, refusals."""
+"""Building a data folder: the split, the manifest, determinism, interruption, refusals."""
 
 import hashlib
 import json
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 
-from underpar.data import build
-from underpar.data.build import build_data, sample_by_hash
-from underpar.data.corpus import demo_corpus, document_hash, is_held_out, read_documents
+from small_data import contents, decoded, held_out, prose, published_model, write_file, write_jsonl
+from underpar import __version__
+from underpar.data import build, corpus
+from underpar.data.build import BY_FILE, BY_HASH, BuildOptions, build_data, labelled_documents
+from underpar.data.corpus import Reading, document_hash, is_held_out, read_documents
 from underpar.data.folder import load_data
+from underpar.data.train_bpe import train_tokenizer
 from underpar.errors import DataError
 
 HOLDOUT = 0.2
-VOCAB_SIZE = 400
+OPTIONS = BuildOptions(400, HOLDOUT, licence="CC0 1.0")
+BYTES = BuildOptions(None, HOLDOUT, kind="bytes")
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    documents = read_documents([demo_corpus()])
-    texts = [next(documents).text[:3000] for _ in range(40)]
-    texts += [texts[0], texts[1], "odd \u2581\x00 text  \n"]
-    path = tmp_path_factory.mktemp("corpus") / "docs.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return path
+def corpus_texts() -> list[str]:
+    texts = list(prose(40))
+    return [*texts, texts[0], texts[1], "odd \u2581\x00 text  \n"]
 
 
 @pytest.fixture(scope="module")
-def folder(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def docs(corpus_texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_jsonl(tmp_path_factory.mktemp("corpus") / "docs.jsonl", corpus_texts)
+
+
+@pytest.fixture(scope="module")
+def folder(docs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("data") / "new" / "folder"
-    build_data([corpus], out, VOCAB_SIZE, HOLDOUT)
+    build_data([docs], out, OPTIONS)
     return out
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+def refusal(inputs: list[Path], out: Path, options: BuildOptions) -> str:
+    with pytest.raises(DataError) as caught:
+        build_data(inputs, out, options)
+    assert "\n" not in str(caught.value)
+    assert not (out / "manifest.json").exists()
+    return str(caught.value)
 
 
-def test_every_document_is_on_its_side_and_decodes_to_its_text(corpus: Path, folder: Path) -> None:
+def test_every_document_is_on_its_side_and_decodes_to_its_text(docs: Path, folder: Path) -> None:
     data = load_data(folder)
     for shard, wanted in ((data.train, False), (data.val, True)):
         texts = [
             document.text
-            for document in read_documents([corpus])
+            for document in read_documents([docs])
             if is_held_out(document_hash(document.text), HOLDOUT) is wanted
         ]
-        docs = [shard.doc(i) for i in range(shard.num_documents)]
-        assert [data.tokenizer.decode(doc).decode() for doc in docs] == texts
+        assert decoded(data, shard) == [text.encode() for text in texts]
         assert shard.doc_bytes.tolist() == [len(text.encode()) for text in texts]
-        assert [row.tobytes().hex() for row in shard.doc_hashes] == list(map(document_hash, texts))
+        assert [row.tobytes() for row in shard.doc_hashes] == list(map(document_hash, texts))
+        assert not shard.flags.any()
 
 
-def test_the_manifest_says_what_is_there(corpus: Path, folder: Path) -> None:
+def test_the_manifest_says_what_is_there(docs: Path, folder: Path) -> None:
     data = load_data(folder)
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest == data.manifest
+    num_train, num_val = data.train.num_documents, data.val.num_documents
     assert manifest["inputs"] == [
         {
-            "path": str(corpus),
+            "path": str(docs),
             "split": "train",
-            "bytes": corpus.stat().st_size,
-            "sha256": hashlib.sha256(corpus.read_bytes()).hexdigest(),
+            "bytes": docs.stat().st_size,
+            "sha256": hashlib.sha256(docs.read_bytes()).hexdigest(),
+            "licence": "CC0 1.0",
+            "documents": {"train": [0, num_train], "val": [0, num_val]},
         }
     ]
-    assert manifest["tokenizer"] == {"identity": data.tokenizer.identity, "vocab_size": VOCAB_SIZE}
-    assert manifest["split"]["fraction"] == HOLDOUT
+    model = (folder / "tokenizer.model").read_bytes()
+    assert manifest["tokenizer"] == {
+        "kind": "sentencepiece",
+        "identity": hashlib.sha256(model).hexdigest(),
+        "vocab_size": 400,
+        "transform": "identity",
+        "lossless": True,
+    }
+    assert manifest["split"] == {"rule": BY_HASH, "fraction": HOLDOUT}
+    assert manifest["tool"] == f"underpar {__version__}"
+    assert manifest["reading"] == {"field": "text", "bad_input": "refuse"}
+    assert manifest["shared_documents"] == 0
+    assert manifest["tally"] == {
+        "documents": num_train + num_val,
+        "left_out_empty": 0,
+        "repaired": 0,
+        "replaced_characters": 0,
+    }
     for split, shard in (("train", data.train), ("val", data.val)):
         stated = manifest[split]
         file = folder / f"{split}.shard"
         assert stated["sha256"] == hashlib.sha256(file.read_bytes()).hexdigest()
+        assert (stated["documents"], stated["tokens"]) == (shard.num_documents, shard.num_tokens)
         assert stated["bytes"] == shard.num_bytes
         text_tokens = shard.num_tokens - shard.num_documents
         assert stated["bytes_per_token"] == pytest.approx(shard.num_bytes / text_tokens, abs=1e-6)
+        assert (stated["changed"], stated["repaired"], stated["off_table"]) == (0, 0, 0)
+        names = hashlib.sha256(shard.doc_hashes.tobytes()).hexdigest()
+        assert stated["documents_sha256"] == names
+    assert manifest["val"]["ledger"] == "table"
     assert sorted(contents(folder)) == [
         "manifest.json",
         "tokenizer.model",
@@ -82,130 +115,243 @@ def test_the_manifest_says_what_is_there(corpus: Path, folder: Path) -> None:
     ]
 
 
-def test_building_again_gives_the_same_bytes(corpus: Path, folder: Path, tmp_path: Path) -> None:
-    build_data([corpus], tmp_path, VOCAB_SIZE, HOLDOUT)
+def test_ranges_partition_the_documents_and_point_to_the_texts(tmp_path: Path) -> None:
+    groups = {
+        "a.jsonl": [f"first file {i}" for i in range(30)],
+        "b.txt": ["one document"],
+        "c.jsonl": [f"third file {i}" for i in range(25)],
+        "d.jsonl": [],
+    }
+    for name, texts in groups.items():
+        write_jsonl(tmp_path / "in" / name, texts)
+    (tmp_path / "in" / "b.txt").write_text("one document")
+    manifest = build_data([tmp_path / "in"], tmp_path / "out", BYTES)
+    data = load_data(tmp_path / "out")
+    for split, shard in (("train", data.train), ("val", data.val)):
+        texts, covered = decoded(data, shard), []
+        for row in manifest["inputs"]:
+            begin, end = row["documents"].get(split, (len(covered), len(covered)))
+            covered += range(begin, end)
+            own = groups[Path(row["path"]).name]
+            keeps = {
+                text.encode()
+                for text in own
+                if (text in held_out(own, HOLDOUT)) == (split == "val")
+            }
+            assert set(texts[begin:end]) == keeps
+            assert end - begin == len(keeps)
+        assert covered == list(range(shard.num_documents))
+    assert manifest["inputs"][3]["documents"] == {}
+
+
+def test_building_again_gives_the_same_bytes(docs: Path, folder: Path, tmp_path: Path) -> None:
+    build_data([docs], tmp_path, OPTIONS)
     assert contents(tmp_path) == contents(folder)
 
 
-def test_a_given_tokenizer_is_used_as_it_is(corpus: Path, folder: Path, tmp_path: Path) -> None:
-    model = folder / "tokenizer.model"
-    build_data([corpus], tmp_path, None, HOLDOUT, tokenizer=model)
+@pytest.mark.parametrize("kind", ["bpe", "lossy"])
+def test_two_workers_give_the_same_bytes_as_one(
+    corpus_texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    halves = [f"{i} and a half: {i}\u00bd" for i in range(20)]
+    docs = write_jsonl(tmp_path / "docs.jsonl", corpus_texts + halves)
+    # Small batches in this process, where files are cut into jobs.
+    monkeypatch.setattr(corpus, "BATCH_BYTES", 4000)
+    options = OPTIONS
+    if kind == "lossy":
+        model = write_file(tmp_path / "m.model", published_model())
+        options = replace(OPTIONS, vocab_size=None, tokenizer=model)
+    for workers in (1, 2):
+        build_data([docs], tmp_path / str(workers), replace(options, workers=workers))
+    one, two = contents(tmp_path / "1"), contents(tmp_path / "2")
+    assert one == two
+    assert ("val_bytes.bin" in one) == (kind == "lossy")
+
+
+def test_a_given_tokenizer_is_used_as_it_is(docs: Path, folder: Path, tmp_path: Path) -> None:
+    options = replace(OPTIONS, vocab_size=None, tokenizer=folder / "tokenizer.model")
+    build_data([docs], tmp_path, options)
     assert contents(tmp_path) == contents(folder)
-    with pytest.raises(DataError, match="tokenizer has 400 pieces, vocab_size says 512"):
-        build_data([corpus], tmp_path, 512, HOLDOUT, tokenizer=model)
+    message = refusal([docs], tmp_path / "other", replace(options, vocab_size=512))
+    assert "tokenizer has 400 pieces, vocab_size says 512" in message
+    message = refusal([docs], tmp_path / "other", replace(options, tokenizer=tmp_path / "gone"))
+    assert "gone: tokenizer cannot be read: No such file" in message
 
 
-def test_the_tokenizer_never_sees_validation_text(folder: Path, tmp_path: Path) -> None:
+def test_the_tokenizer_never_sees_validation_text(tmp_path: Path) -> None:
     texts = [f"document {i} with some words" for i in range(200)]
-    held_out = [is_held_out(document_hash(text), HOLDOUT) for text in texts]
+    marker = " zzzyyyxxx" * 50
+    # The marker goes into a text only where the changed text is held out as well.
+    planted = [
+        t + marker if t in held_out(texts, HOLDOUT) and held_out([t + marker], HOLDOUT) else t
+        for t in texts
+    ]
     outs = []
-    for name, extra in (("a", ""), ("b", " zzzyyyxxx" * 50)):
-        # The marker goes into a text only where the changed text is held out as well.
-        rows = [
-            text + extra
-            if out and is_held_out(document_hash(text + " zzzyyyxxx" * 50), HOLDOUT)
-            else text
-            for text, out in zip(texts, held_out, strict=True)
-        ]
-        path = tmp_path / f"{name}.jsonl"
-        path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
-        build_data([path], tmp_path / name, 300, HOLDOUT)
+    for name, rows in (("a", texts), ("b", planted)):
+        path = write_jsonl(tmp_path / f"{name}.jsonl", rows)
+        build_data([path], tmp_path / name, replace(OPTIONS, vocab_size=300))
         outs.append(contents(tmp_path / name))
     assert outs[0]["tokenizer.model"] == outs[1]["tokenizer.model"]
     assert outs[0]["train.shard"] == outs[1]["train.shard"]
     assert outs[0]["val.shard"] != outs[1]["val.shard"]
 
 
-def test_batching_changes_nothing(
-    corpus: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("by_file", [False, True])
+def test_the_sample_lacks_what_only_validation_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_file: bool
 ) -> None:
-    monkeypatch.setattr(build, "_BATCH_CHARACTERS", 5000)
-    build_data([corpus], tmp_path, VOCAB_SIZE, HOLDOUT)
+    texts = [f"document {i} of plain words" for i in range(100)]
+    secret = next(t for i in range(100) if held_out([t := f"qqzzxxjj {i}"], HOLDOUT))
+    seen: list[str] = []
+
+    def spy(sample: list[str], *rest: Any) -> bytes:
+        seen.extend(sample)
+        return train_tokenizer(sample, *rest)
+
+    monkeypatch.setattr(build, "train_tokenizer", spy)
+    inputs = [write_jsonl(tmp_path / "train.jsonl", texts if by_file else [*texts, secret])]
+    val = write_jsonl(tmp_path / "val.jsonl", [secret])
+    options = BuildOptions(300, [val] if by_file else HOLDOUT)
+    build_data(inputs, tmp_path / "out", options)
+    data = load_data(tmp_path / "out")
+    assert secret.encode() in decoded(data, data.val)
+    assert sorted(seen) == sorted(t.decode() for t in decoded(data, data.train))
+    assert not any("qqzzxxjj" in text for text in seen)
+
+
+def test_batching_changes_nothing(
+    docs: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus, "BATCH_BYTES", 5000)
+    build_data([docs], tmp_path, OPTIONS)
     assert contents(tmp_path) == contents(folder)
 
 
-def test_progress_counts_the_documents_of_both_passes(corpus: Path, tmp_path: Path) -> None:
+def test_the_order_of_files_does_not_move_the_split(
+    corpus_texts: list[str], tmp_path: Path
+) -> None:
+    parts = [write_jsonl(tmp_path / f"{i}.jsonl", corpus_texts[i::3]) for i in range(3)]
+    sides, models = [], []
+    for number, order in enumerate((parts, parts[::-1], [parts[1], parts[2], parts[0]])):
+        build_data(order, tmp_path / str(number), OPTIONS)
+        data = load_data(tmp_path / str(number))
+        sides.append([sorted(decoded(data, shard)) for shard in (data.train, data.val)])
+        models.append(data.tokenizer.identity)
+    assert sides[0] == sides[1] == sides[2]
+    assert sides[0][1] == sorted(t.encode() for t in held_out(corpus_texts, HOLDOUT))
+    assert len(set(models)) == 1
+
+
+def test_progress_counts_the_documents_of_both_passes(docs: Path, tmp_path: Path) -> None:
     calls: list[tuple[str, int]] = []
-    build_data([corpus], tmp_path, 380, HOLDOUT, progress=lambda *call: calls.append(call))
+    build_data([docs], tmp_path, OPTIONS, progress=lambda *call: calls.append(call))
     assert ("tokenizer", 43) in calls and calls[-1] == ("encode", 43)
 
 
-def test_an_interrupted_build_is_not_accepted(corpus: Path, folder: Path, tmp_path: Path) -> None:
-    build_data([corpus], tmp_path, VOCAB_SIZE, HOLDOUT)
+def test_an_interrupted_build_is_not_accepted(docs: Path, tmp_path: Path) -> None:
+    build_data([docs], tmp_path, OPTIONS)
 
     def interrupt(stage: str, num_documents: int) -> None:
         if stage == "encode":
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        build_data([corpus], tmp_path, 380, HOLDOUT, progress=interrupt)
+        build_data([docs], tmp_path, replace(OPTIONS, vocab_size=380), interrupt)
     with pytest.raises(DataError, match="no finished data folder here"):
         load_data(tmp_path)
-    assert not list(tmp_path.glob("*.part"))
+    assert not [name for name in contents(tmp_path) if name.endswith(".part")]
 
 
-def test_bad_inputs_leave_an_old_folder_alone(corpus: Path, folder: Path, tmp_path: Path) -> None:
+def test_bad_inputs_leave_an_old_folder_alone(docs: Path, folder: Path, tmp_path: Path) -> None:
     before = contents(folder)
     with pytest.raises(DataError, match="no such file"):
-        build_data([tmp_path / "gone.jsonl"], folder, VOCAB_SIZE, HOLDOUT)
+        build_data([tmp_path / "gone.jsonl"], folder, OPTIONS)
     with pytest.raises(DataError, match="too small for vocab_size 60000"):
-        build_data([corpus], folder, 60_000, HOLDOUT)
+        build_data([docs], folder, replace(OPTIONS, vocab_size=60_000))
+    with pytest.raises(DataError, match=r"docs\.jsonl: given 2 times"):
+        build_data([docs, docs], folder, OPTIONS)
     assert contents(folder) == before
 
 
 @pytest.mark.parametrize("holdout", [0, 1, -0.1, 1.5, float("nan")])
-def test_a_fraction_out_of_range_is_refused(corpus: Path, tmp_path: Path, holdout: float) -> None:
+def test_a_fraction_out_of_range_is_refused(holdout: float) -> None:
     with pytest.raises(DataError, match=r"holdout is .*, expected a fraction between 0 and 1"):
-        build_data([corpus], tmp_path, VOCAB_SIZE, holdout)
+        BuildOptions(400, holdout)
 
 
-def test_an_empty_split_is_refused(corpus: Path, folder: Path, tmp_path: Path) -> None:
-    model = folder / "tokenizer.model"
+def test_options_that_cannot_be_are_refused() -> None:
+    with pytest.raises(DataError, match="tokenizer kind is 'words', expected 'bpe' or 'bytes'"):
+        BuildOptions(400, kind="words")
+    with pytest.raises(DataError, match="workers is 0, expected at least 1"):
+        BuildOptions(400, workers=0)
+
+
+def test_an_empty_split_is_refused(docs: Path, folder: Path, tmp_path: Path) -> None:
+    options = replace(OPTIONS, vocab_size=None, tokenizer=folder / "tokenizer.model")
     for holdout, split in ((1e-9, "val"), (1 - 1e-9, "train")):
-        with pytest.raises(DataError, match=f"none of 43 documents falls into {split}"):
-            build_data([corpus], tmp_path, None, holdout, tokenizer=model)
-    assert [path.name for path in tmp_path.iterdir()] == ["tokenizer.model"]
+        message = refusal([docs], tmp_path, replace(options, holdout=holdout))
+        assert f"none of 43 documents falls into {split}" in message
+    assert list(contents(tmp_path)) == ["tokenizer.model"]
 
 
-def test_no_vocab_size_and_no_tokenizer_is_refused(corpus: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="vocab_size is needed"):
-        build_data([corpus], tmp_path, None, HOLDOUT)
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_files_without_one_document_left_are_refused(tmp_path: Path, split: str) -> None:
+    paths = {
+        name: write_jsonl(tmp_path / f"{name}.jsonl", [""] if name == split else ["text"])
+        for name in ("train", "val")
+    }
+    options = BuildOptions(None, [paths["val"]], kind="bytes", reading=Reading(bad_input="repair"))
+    message = refusal([paths["train"]], tmp_path / "out", options)
+    assert f"none of 2 documents falls into {split}" in message
 
 
-def pairs(texts: list[str]) -> Iterator[tuple[str, str]]:
-    return ((document_hash(text), text) for text in texts)
+def test_no_vocab_size_and_no_tokenizer_is_refused(docs: Path, tmp_path: Path) -> None:
+    message = refusal([docs], tmp_path, replace(OPTIONS, vocab_size=None))
+    assert "vocab_size is needed" in message
 
 
-def test_the_sample_is_the_same_in_any_order() -> None:
-    rng = np.random.default_rng(0)
-    texts = [f"{i} " * int(rng.integers(1, 60)) for i in range(200)]
-    sample = sample_by_hash(pairs(texts), 5000)
-    num_bytes = sum(len(text) for text in sample)
-    assert 5000 - 200 <= num_bytes <= 5000
-    for _ in range(5):
-        shuffled = [texts[i] for i in rng.permutation(len(texts))] + texts[:20]
-        assert sample_by_hash(pairs(shuffled), 5000) == sample
-
-
-def test_a_long_document_does_not_fill_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "_SAMPLE_CHARACTERS_PER_DOCUMENT", 10)
-    assert sample_by_hash(pairs(["x" * 1000]), 100) == ["x" * 10]
-
-
-def test_a_published_split_is_kept(corpus: Path, tmp_path: Path) -> None:
-    val = tmp_path / "val.txt"
-    val.write_text("A held-out document of its own.")
-    manifest = build_data([corpus], tmp_path / "out", VOCAB_SIZE, [val])
+def test_a_published_split_is_kept(docs: Path, tmp_path: Path) -> None:
+    val = write_file(tmp_path / "val.txt", b"A held-out document of its own.")
+    manifest = build_data([docs], tmp_path / "out", replace(OPTIONS, holdout=[val]))
     data = load_data(tmp_path / "out")
-    assert data.val.num_documents == 1
-    assert data.tokenizer.decode(data.val.doc(0)) == val.read_bytes()
-    assert data.train.num_documents == len(list(read_documents([corpus])))
-    assert [row["split"] for row in manifest["inputs"]] == ["train", "val"]
-    assert manifest["split"]["fraction"] is None
+    assert decoded(data, data.val) == [val.read_bytes()]
+    texts = [document.text.encode() for document in read_documents([docs])]
+    assert decoded(data, data.train) == texts
+    assert [row["split"] for row in manifest["inputs"]] == ["val", "train"]
+    assert [row["documents"] for row in manifest["inputs"]] == [
+        {"val": [0, 1]},
+        {"train": [0, len(texts)]},
+    ]
+    assert manifest["split"] == {"rule": BY_FILE, "fraction": None}
 
 
 def test_a_held_out_document_among_the_training_files_is_refused(
-    corpus: Path, tmp_path: Path
+    docs: Path, folder: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(DataError, match="also in the training files"):
-        build_data([corpus], tmp_path / "out", VOCAB_SIZE, [corpus])
+    options = BuildOptions(None, [docs], kind="bytes")
+    assert "43 training documents are also held out" in refusal([docs], tmp_path, options)
+    val = write_jsonl(tmp_path / "val.jsonl", ["unique", prose(40)[7]])
+    digest = document_hash(prose(40)[7]).hex()[:16]
+    message = refusal([docs], tmp_path / "out", replace(options, holdout=[val]))
+    assert message == (
+        f"{docs}: 1 training documents are also held out (the last one SHA-256 {digest}...), "
+        "at most 0 may be; take them out of one side"
+    )
+    assert list(contents(tmp_path / "out")) == ["tokenizer.model"]
+
+
+def test_labels_are_those_of_the_build(docs: Path, folder: Path) -> None:
+    data = load_data(folder)
+    labelled = list(labelled_documents(data.manifest["inputs"], HOLDOUT, Reading()))
+    for split, shard in (("train", data.train), ("val", data.val)):
+        digests = [digest for name, digest, _ in labelled if name == split]
+        assert digests == [row.tobytes() for row in shard.doc_hashes]
+
+
+def test_repair_changes_nothing_where_nothing_is_wrong(
+    docs: Path, folder: Path, tmp_path: Path
+) -> None:
+    build_data([docs], tmp_path, replace(OPTIONS, reading=Reading(bad_input="repair")))
+    ours, plain = contents(tmp_path), contents(folder)
+    assert ours.pop("manifest.json") != plain.pop("manifest.json")
+    assert ours == plain

@@ -1,4 +1,4 @@
-"""Reading documents, their hashes and every refusal."""
+"""Reading documents, their hashes, every refusal and every repair."""
 
 import gzip
 import hashlib
@@ -13,11 +13,15 @@ import zstandard
 from underpar.data import corpus
 from underpar.data.corpus import (
     Document,
+    Reading,
+    Tally,
     demo_corpus,
     document_hash,
     input_files,
     is_held_out,
+    parse,
     read_documents,
+    read_raw,
 )
 from underpar.errors import DataError
 
@@ -37,6 +41,14 @@ def write(path: Path, data: bytes) -> Path:
 
 def read(*paths: Path) -> list[Document]:
     return list(read_documents(paths))
+
+
+def repair(path: Path, field: str = "text") -> tuple[list[Document], Tally]:
+    tally = Tally()
+    documents = []
+    for batch in read_raw(path, field):
+        documents += parse(batch, Reading(field, "repair"), tally)
+    return documents, tally
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
@@ -83,7 +95,10 @@ def test_a_folder_is_read_in_sorted_order_and_skips_other_files(tmp_path: Path) 
         ("a.jsonl", b'{"text": "ab\\ud800"}', r"line 1: lone surrogate at character 3"),
         ("a.jsonl", b'{"text": "x"}\n{"text": ""}', r"line 2: empty document"),
         ("a.txt", b"", r"a\.txt: document 1: empty document"),
-        ("a.txt", b"ok\n\xc3", r"a\.txt: line 2: invalid UTF-8"),
+        ("a.jsonl", b'{"text": null}', r'line 1: field "text" is NoneType, not a string'),
+        ("a.jsonl", b'\xef\xbb\xbf{"text": "x"}', r"line 1: invalid JSON"),
+        ("a.txt", b"ok\n\xc3", r"a\.txt: document 1: invalid UTF-8 at byte 4"),
+        ("a.txt", b"a\xed\xa0\x80", r"a\.txt: document 1: invalid UTF-8 at byte 2"),
         ("a.txt.gz", b"not gzip", r"a\.txt\.gz: line 1: cannot be read"),
         ("a.txt.xz", b"not xz", r"a\.txt\.xz: line 1: cannot be read"),
         ("a.txt.zst", b"not zstd", r"a\.txt\.zst: line 1: cannot be read"),
@@ -128,6 +143,90 @@ def test_a_document_over_the_limit_is_refused(
         read(tmp_path / name)
 
 
+def test_a_file_given_twice_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", b"words")
+    with pytest.raises(DataError, match=r"a\.txt: given 2 times, name it once"):
+        read(tmp_path, path)
+
+
+def test_another_policy_for_bad_input_is_refused() -> None:
+    with pytest.raises(DataError, match="bad_input is 'skip', expected 'refuse' or 'repair'"):
+        Reading(bad_input="skip")
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "text", "num_replaced"),
+    [
+        ("a.txt", b"ok \xff\xfe end \xef\xbf\xbd", "ok \ufffd\ufffd end \ufffd", 2),
+        ("a.txt", b"cut \xe2\x82", "cut \ufffd", 1),
+        ("a.jsonl", b'{"text": "a\xffb"}', "a\ufffdb", 1),
+        ("a.jsonl", b'{"text": "a\\ud800b\\udfff"}', "a\ufffdb\ufffd", 2),
+        ("a.jsonl", b'{"text": "\xff\\udc80"}', "\ufffd\ufffd", 2),
+    ],
+)
+def test_bad_text_is_repaired_and_counted(
+    tmp_path: Path, name: str, data: bytes, text: str, num_replaced: int
+) -> None:
+    documents, tally = repair(write(tmp_path / name, data))
+    assert documents == [Document(text, name, is_repaired=True)]
+    assert tally == Tally(documents=1, repaired=1, replaced_characters=num_replaced)
+
+
+def test_good_text_is_not_repaired(tmp_path: Path) -> None:
+    line = b'{"text": "\\u0000 \\ufffd \\ud83d\\ude00 \\ue001 \xef\xbf\xbd"}'
+    good = Document("\x00 \ufffd \U0001f600 \ue001 \ufffd", "a.jsonl")
+    path = write(tmp_path / "a.jsonl", line)
+    assert repair(path) == ([good], Tally(documents=1))
+    assert read(path) == [good]
+
+
+def test_empty_documents_are_left_out_and_counted_and_blank_lines_are_none(tmp_path: Path) -> None:
+    lines = b'\n{"text": ""}\n \t\n{"text": "a"}\r\n{"text": ""}\n\n{"text": "b"}'
+    path = write(tmp_path / "a.jsonl", lines)
+    documents, tally = repair(path)
+    assert [document.text for document in documents] == ["a", "b"]
+    assert tally == Tally(documents=4, left_out_empty=2)
+    with pytest.raises(DataError, match=r"a\.jsonl: line 2: empty document, remove it or read"):
+        read(path)
+    assert repair(write(tmp_path / "b.txt", b"")) == ([], Tally(documents=1, left_out_empty=1))
+
+
+def test_broken_records_are_refused_even_where_text_is_repaired(tmp_path: Path) -> None:
+    for line in (b"{oops", b"[]", b'{"text": 3}', b'{"no": "text"}'):
+        with pytest.raises(DataError, match=r"a\.jsonl: line 1: "):
+            repair(write(tmp_path / "a.jsonl", line))
+
+
+def test_another_field_may_hold_the_text(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", b'{"text": "no", "body": "yes"}')
+    assert [d.text for d in read_documents([path], Reading(field="body"))] == ["yes"]
+    with pytest.raises(DataError, match=r'line 1: the object has no field "content"'):
+        list(read_documents([path], Reading(field="content")))
+
+
+@pytest.mark.parametrize(("batch_bytes", "num_batches"), [(1, 20), (30, 8), (1 << 20, 1)])
+def test_batches_keep_the_numbers_of_their_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch_bytes: int, num_batches: int
+) -> None:
+    monkeypatch.setattr(corpus, "BATCH_BYTES", batch_bytes)
+    lines = [b'{"text": "%d"}\n' % i for i in range(20)]
+    lines[7] = b"\n"
+    path = write(tmp_path / "a.jsonl", b"".join(lines))
+    batches = list(read_raw(path))
+    assert [r for batch in batches for r in batch.records] == lines
+    assert len(batches) == num_batches
+    assert [d.text for d in read(path)] == [str(i) for i in range(20) if i != 7]
+    lines[15] = b'{"text": "\xff"}\n'
+    with pytest.raises(DataError, match="line 16: invalid UTF-8"):
+        read(write(path, b"".join(lines)))
+
+
+def test_a_tally_adds_up() -> None:
+    tally = Tally(1, 2, 3, 4)
+    tally.add(Tally(10, 20, 30, 40))
+    assert tally == Tally(11, 22, 33, 44)
+
+
 def test_zstd_without_its_package_names_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,15 +236,15 @@ def test_zstd_without_its_package_names_the_package(
 
 
 def test_hash_is_sha256_of_utf8() -> None:
-    assert document_hash("caf\u00e9") == hashlib.sha256(b"caf\xc3\xa9").hexdigest()
+    assert document_hash("caf\u00e9") == hashlib.sha256(b"caf\xc3\xa9").digest()
 
 
 def test_held_out_compares_the_first_eight_bytes_big_endian() -> None:
-    rest = "f" * 48
-    assert is_held_out("3fffffffffffffff" + rest, 0.25)
-    assert not is_held_out("4000000000000000" + rest, 0.25)
-    assert not is_held_out("0" * 64, 0.0)
-    assert is_held_out("f" * 64, 1.0)
+    rest = b"\xff" * 24
+    assert is_held_out(bytes.fromhex("3fffffffffffffff") + rest, 0.25)
+    assert not is_held_out(bytes.fromhex("4000000000000000") + rest, 0.25)
+    assert not is_held_out(bytes(32), 0.0)
+    assert is_held_out(b"\xff" * 32, 1.0)
 
 
 def test_held_out_share_is_near_the_fraction() -> None:

@@ -1,90 +1,76 @@
-"""Lossless tokenization: round trips over anything, determinism, refusals."""
+"""Tokenizers: exact round trips over anything, the model's own ids, refusals."""
 
-import io
+import hashlib
 import random
+import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import sentencepiece
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from underpar.data.corpus import demo_corpus, read_documents
-from underpar.data.tokenizer import MIN_VOCAB_SIZE, Tokenizer, train_tokenizer
+from trained import (
+    TRANSFORM_NAMES,
+    VOCAB_SIZE,
+    any_bytes,
+    any_text,
+    byte_tokenizer,
+    demo_lines,
+    demo_texts,
+    lossless,
+    lossy,
+    messy_text,
+    own_ids,
+    train_with,
+)
+from underpar.data.byte260 import CONTENT, ByteTokenizer
+from underpar.data.split import _SAFE
+from underpar.data.tokenizer import (
+    SentencePieceTokenizer,
+    Tokenizer,
+    open_tokenizer,
+    read_model,
+)
+from underpar.data.transforms import IDENTITY
 from underpar.errors import DataError
 
-VOCAB_SIZE = 400
 ODD_TEXT = (
     "\u2581 a\u2581\u2581b\x00  \t\n\n\r\n\u00bd\ufb01e\u0301\ufeff\U0001f600\u2585\u2047 <s>"
 )
 
 
-@pytest.fixture(scope="module")
-def texts() -> list[str]:
-    documents = read_documents([demo_corpus()])
-    return [next(documents).text for _ in range(60)]
-
-
-@pytest.fixture(scope="module")
-def proto(texts: list[str]) -> bytes:
-    return train_tokenizer(texts, VOCAB_SIZE)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(proto: bytes) -> Tokenizer:
-    return Tokenizer.from_bytes(proto)
-
-
-def train_with(texts: list[str], **options: Any) -> bytes:
-    writer = io.BytesIO()
-    settings_of_ours: dict[str, Any] = {
-        "model_type": "bpe",
-        "vocab_size": 400,
-        "normalization_rule_name": "identity",
-        "byte_fallback": True,
-        "add_dummy_prefix": False,
-        "remove_extra_whitespaces": False,
-        "pad_id": 0,
-        "bos_id": 1,
-        "eos_id": 2,
-        "unk_id": 3,
-        "hard_vocab_limit": False,
-        "minloglevel": 2,
-    }
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(line for text in texts for line in text.split("\n")),
-        model_writer=writer,
-        **(settings_of_ours | options),
-    )
-    return writer.getvalue()
-
-
-def is_lossless(tokenizer: Tokenizer, data: bytes) -> bool:
+def round_trips(tokenizer: Tokenizer, data: bytes) -> bool:
     ids = tokenizer.encode(data)
-    lengths_add_up = int(tokenizer.token_bytes[ids].sum()) == len(data)
-    return tokenizer.decode(ids) == data and lengths_add_up and not (ids == 1).any()
-
-
-text_alphabet = st.one_of(
-    st.characters(exclude_categories=["Cs"]),
-    st.sampled_from(["\u2581", "\x00", " ", "   ", "\n", "\t", "\U0001f600", "the", "1234"]),
-)
+    return tokenizer.decode(ids) == data and ids.dtype == np.int32 and not (ids < 4).any()
 
 
 @settings(deadline=None, max_examples=200)
-@given(st.lists(text_alphabet).map("".join))
-def test_text_round_trips_alone_and_in_batches(tokenizer: Tokenizer, text: str) -> None:
-    assert is_lossless(tokenizer, text.encode())
-    batch = tokenizer.encode_documents([text, "x", text])
-    assert all(np.array_equal(batch[i], tokenizer.encode(text.encode())) for i in (0, 2))
+@given(any_text)
+def test_text_round_trips_alone_and_in_batches(text: str) -> None:
+    tokenizer = lossless()
+    ids = tokenizer.encode(text.encode())
+    assert round_trips(tokenizer, text.encode())
+    assert tokenizer.token_bytes[ids].sum() == len(text.encode())
+    batch = tokenizer.encode_texts([text, "x", text])
+    first, _, last = np.split(batch.tokens, np.cumsum(batch.counts)[:-1])
+    assert first.tolist() == last.tolist() == [1, *ids]
 
 
-@settings(deadline=None, max_examples=200)
-@given(st.lists(st.one_of(st.binary(), st.text().map(lambda text: text.encode("utf-8", "ignore")))))
-def test_any_bytes_round_trip(tokenizer: Tokenizer, parts: list[bytes]) -> None:
-    assert is_lossless(tokenizer, b"".join(parts))
+@pytest.mark.parametrize("make", [lossless, lossy, byte_tokenizer])
+@settings(deadline=None, max_examples=100)
+@given(data=any_bytes)
+def test_any_bytes_round_trip(make: Any, data: bytes) -> None:
+    assert round_trips(make(), data)
+
+
+@pytest.mark.parametrize("name", TRANSFORM_NAMES)
+@settings(deadline=None, max_examples=60)
+@given(text=messy_text)
+def test_a_lossy_model_is_still_exact_when_asked(name: str, text: str) -> None:
+    assert round_trips(lossy(name), text.encode())
 
 
 @pytest.mark.parametrize(
@@ -98,26 +84,28 @@ def test_any_bytes_round_trip(tokenizer: Tokenizer, parts: list[bytes]) -> None:
         b"\xe2\x96\x81",
         b"\xf4\x90\x80\x80",
         b"<0x41><s></s><pad><unk>",
+        b"\xee\x80\x81A \xee\x80A \xee B",
+        b"x" * 70_000,
     ],
 )
-def test_known_hard_cases_round_trip(tokenizer: Tokenizer, data: bytes) -> None:
-    assert is_lossless(tokenizer, data)
+def test_known_hard_cases_round_trip(data: bytes) -> None:
+    for name in TRANSFORM_NAMES:
+        assert round_trips(lossless(name), data)
+        assert round_trips(lossless(name, cross_words=True), data)
+        assert round_trips(lossy(name), data)
 
 
-def test_real_text_round_trips_and_is_compressed(tokenizer: Tokenizer, texts: list[str]) -> None:
-    encoded = tokenizer.encode_documents(texts)
-    assert [tokenizer.decode(ids).decode() for ids in encoded] == texts
-    num_bytes = sum(len(text.encode()) for text in texts)
-    assert num_bytes / sum(map(len, encoded)) > 1.5
-    assert all(ids.dtype == np.int32 for ids in encoded)
+def test_real_text_round_trips_and_is_compressed() -> None:
+    texts = demo_texts()
+    pieces = lossless().encode_texts(texts)
+    documents = np.split(pieces.tokens, np.cumsum(pieces.counts)[:-1])
+    assert [lossless().decode(ids).decode() for ids in documents] == texts
+    assert sum(len(text.encode()) for text in texts) / len(pieces.tokens) > 1.5
+    assert pieces.tokens.dtype == pieces.weights.dtype == np.int32
 
 
-def test_the_number_of_threads_changes_nothing(tokenizer: Tokenizer, texts: list[str]) -> None:
-    one, two = (tokenizer.encode_documents(texts[:8], num_threads=n) for n in (1, 2))
-    assert all(np.array_equal(a, b) for a, b in zip(one, two, strict=True))
-
-
-def test_odd_bytes_become_byte_pieces(tokenizer: Tokenizer) -> None:
+def test_odd_bytes_become_byte_pieces() -> None:
+    tokenizer = lossless()
     assert tokenizer.encode("\u2581".encode()).tolist() == [4 + 0xE2, 4 + 0x96, 4 + 0x81]
     assert tokenizer.encode(b"\xff").tolist() == [4 + 0xFF]
     around = tokenizer.encode(b"that is the one").tolist()
@@ -126,111 +114,195 @@ def test_odd_bytes_become_byte_pieces(tokenizer: Tokenizer) -> None:
         assert both == [*around, *(4 + byte for byte in odd), *around]
 
 
-def test_training_is_deterministic(texts: list[str], proto: bytes) -> None:
-    assert train_tokenizer(iter(texts), VOCAB_SIZE) == proto
+@pytest.mark.parametrize("name", TRANSFORM_NAMES)
+@settings(deadline=None, max_examples=60)
+@given(texts=st.lists(messy_text, max_size=5))
+@example(texts=["", " ", "a\u2581b", "a\x01", "\ufb01 b", "a b"])
+def test_a_lossy_model_gives_its_own_ids_and_says_what_changed(name: str, texts: list[str]) -> None:
+    tokenizer = lossy(name)
+    pieces = tokenizer.encode_texts(texts)
+    assert pieces.tokens.tolist() == own_ids(tokenizer, texts)
+    bounds = [0, *np.cumsum(pieces.counts).tolist()]
+    for (begin, end), text, changed in zip(pairwise(bounds), texts, pieces.changed, strict=True):
+        if not changed:
+            assert tokenizer.decode(pieces.tokens[begin:end]) == text.encode()
+        else:
+            assert read_or_refuse(tokenizer, pieces.tokens[begin:end]) != text.encode()
 
 
-def test_facts_of_a_model(tokenizer: Tokenizer, proto: bytes, tmp_path: Path) -> None:
-    (tmp_path / "t.model").write_bytes(proto)
-    again = Tokenizer.from_file(tmp_path / "t.model")
-    assert again.identity == tokenizer.identity and len(tokenizer.identity) == 64
+def read_or_refuse(tokenizer: Tokenizer, ids: np.ndarray) -> bytes | None:
+    try:
+        return tokenizer.decode(ids)
+    except DataError:
+        return None
+
+
+def test_every_character_at_a_cut_keeps_its_ids() -> None:
+    is_safe = re.compile(f"[{_SAFE}]").match
+    safe = [chr(point) for point in range(0x3000) if is_safe(chr(point))]
+    assert len(safe) > 400
+    texts = [f"a{c} {c}b\n{c}{c} c{c}\n{d}e {d}" for c, d in pairwise(safe)]
+    for name in TRANSFORM_NAMES:
+        tokenizer = lossy(name)
+        assert tokenizer.encode_texts(texts).tokens.tolist() == own_ids(tokenizer, texts)
+
+
+def test_pieces_that_hold_a_newline_are_not_cut() -> None:
+    content = train_with(
+        ["the end.\nthe start, " * 9] * 20, normalization_rule_name="nfkc", vocab_size=285
+    )
+    tokenizer = SentencePieceTokenizer(content)
+    assert any(b"\n" in piece[1:] for piece in tokenizer._table)
+    assert not tokenizer.lossless
+    texts = ["the end.\nthe end.\nthe start, the end.\n", "the\nthe end.\n\nend.\n"]
+    assert tokenizer.encode_texts(texts).tokens.tolist() == own_ids(tokenizer, texts)
+
+
+def test_no_texts_and_empty_texts() -> None:
+    for tokenizer in (lossless(), lossy(), byte_tokenizer()):
+        assert tokenizer.encode_texts([]).counts.tolist() == []
+        pieces = tokenizer.encode_texts(["", "", ""])
+        assert pieces.tokens.tolist() == [1, 1, 1]
+        assert pieces.counts.tolist() == [1, 1, 1]
+        assert not pieces.changed.any() and not pieces.weights.any()
+
+
+def test_facts_of_a_model(tmp_path: Path) -> None:
+    tokenizer = lossless()
+    (tmp_path / "t.model").write_bytes(tokenizer.content)
+    again = open_tokenizer(read_model(tmp_path / "t.model"))
+    assert again.identity == tokenizer.identity == hashlib.sha256(tokenizer.content).hexdigest()
     assert tokenizer.vocab_size == VOCAB_SIZE == len(tokenizer.token_bytes)
-    assert tokenizer.bos_id == 1
+    assert (tokenizer.bos_id, tokenizer.kind, tokenizer.lossless) == (1, "sentencepiece", True)
     assert tokenizer.token_bytes[:4].tolist() == [0, 0, 0, 0]
     assert tokenizer.token_bytes[4:260].tolist() == [1] * 256
     assert tokenizer.decode([1, 4 + 65, 0, 2, 3]) == b"A"
+    assert tokenizer.written([]) == tokenizer.decode([]) == b""
 
 
-def test_long_documents_take_part_in_training() -> None:
-    # Far over the 4,192 bytes at which the trainer skips a sentence.
-    proto = train_tokenizer(["zyzzyva quixotry jazz " * 2000], 280)
-    assert len(Tokenizer.from_bytes(proto).encode(b" zyzzyva quixotry")) < 12
+def test_a_transform_is_part_of_the_identity() -> None:
+    content = lossless("caseops").content
+    identities = {open_tokenizer(content, name).identity for name in ("caseops", "caseops_before")}
+    assert len(identities) == 2
+    assert hashlib.sha256(content).hexdigest() not in identities
 
 
-def test_reserved_characters_do_not_hide_text_from_training() -> None:
-    marked = train_tokenizer(["ze\u2585bra cro\u2581w \x00\t " * 500], 270)
-    tokenizer = Tokenizer.from_bytes(marked)
-    assert len(tokenizer.encode(b"zebra")) < 5
-    assert is_lossless(tokenizer, ODD_TEXT.encode())
+def test_impossible_operators_are_refused() -> None:
+    tokenizer = lossless("caseops")
+    title, letter = 4, int(tokenizer.encode(b"a")[0])
+    assert tokenizer.decode([1, title, letter]) == b"A"
+    assert tokenizer.written([1, title, letter]) == "\ue001a".encode()
+    for ids in ([title], [title, title, letter], [letter, title, letter], [7]):
+        with pytest.raises(DataError, match="stands before no word"):
+            tokenizer.decode(ids)
 
 
 @pytest.mark.parametrize(
-    ("texts", "vocab_size", "message"),
+    "options",
     [
-        ([], 300, "no text to train"),
-        (["\u2581"], 300, "no text to train"),
-        (["a b"], 300, "too small for vocab_size 300: add text or set vocab_size to at most 26"),
-        (["text"], MIN_VOCAB_SIZE - 1, "vocab_size is 260, expected at least 261"),
-        (
-            ["".join(map(chr, range(0x4E00, 0x5600)))] * 9,
-            300,
-            r"vocab_size 300 does not fit .* raise it \(Voc.* 300 vs ",
-        ),
+        {"normalization_rule_name": "nmt_nfkc"},
+        {"normalization_rule_name": "nfkc"},
+        {"remove_extra_whitespaces": True},
+        {"add_dummy_prefix": True},
     ],
 )
-def test_training_refusals(texts: list[str], vocab_size: int, message: str) -> None:
-    with pytest.raises(DataError, match=message) as caught:
-        train_tokenizer(texts, vocab_size)
-    assert "\n" not in str(caught.value)
+def test_lossy_models_are_marked(options: dict[str, Any]) -> None:
+    tokenizer = open_tokenizer(train_with(demo_lines(), **options))
+    assert not tokenizer.lossless
+    assert round_trips(tokenizer, ODD_TEXT.encode())
+
+
+def test_the_same_options_without_a_normalizer_lose_nothing() -> None:
+    assert open_tokenizer(train_with(demo_lines())).lossless
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"normalization_rule_name": "nmt_nfkc"}, "lossy"),
-        ({"normalization_rule_name": "nfkc"}, "lossy"),
-        ({"remove_extra_whitespaces": True}, "lossy"),
-        ({"add_dummy_prefix": True}, "lossy"),
         ({"byte_fallback": False}, "0 of 256 byte pieces"),
         ({"bos_id": 4}, "id 1 is not a control piece"),
+        ({"user_defined_symbols": ["\ue001"]}, "pieces for case operators"),
     ],
 )
-def test_lossy_models_are_refused(texts: list[str], options: dict[str, Any], message: str) -> None:
-    proto = train_with(texts[:20], **options)
+def test_models_that_cannot_be_used_are_refused(options: dict[str, Any], message: str) -> None:
+    content = train_with(demo_lines(), **options)
+    with pytest.raises(DataError, match=message) as caught:
+        open_tokenizer(content)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_without_a_piece_for_a_space_is_refused() -> None:
+    content = train_with(["abcabcab"] * 50, vocab_size=263)
+    with pytest.raises(DataError, match=r"no piece for a space alone \(U\+2581\)"):
+        open_tokenizer(content)
+
+
+@pytest.mark.parametrize(
+    ("trained_for", "opened_for", "message"),
+    [
+        (IDENTITY, "caseops", r"'caseops' needs a piece for U\+E001"),
+        (IDENTITY, "caseops_pair", r"'caseops_pair' needs a piece for U\+E001"),
+        ("caseops", "caseops_pair", r"'caseops_pair' needs a piece for U\+E005"),
+        ("caseops", IDENTITY, "pieces for case operators"),
+        ("caseops_pair", IDENTITY, "pieces for case operators"),
+        ("caseops", "capsops", "no text transform 'capsops'"),
+    ],
+)
+def test_a_transform_must_fit_the_model(trained_for: str, opened_for: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        Tokenizer.from_bytes(proto)
+        open_tokenizer(lossless(trained_for).content, opened_for)
 
 
-def test_damaged_models_are_refused_or_stay_lossless(proto: bytes) -> None:
+def test_bytes_take_no_transform() -> None:
+    assert isinstance(open_tokenizer(CONTENT), ByteTokenizer)
+    with pytest.raises(DataError, match="'caseops' does not go with bytes"):
+        open_tokenizer(CONTENT, "caseops")
+
+
+def test_damaged_models_are_refused_or_stay_exact() -> None:
     rng = random.Random(0)
     num_refused = 0
+    content = lossless("caseops").content
     for _ in range(300):
-        damaged = bytearray(proto)
+        damaged = bytearray(content)
         for _ in range(rng.randint(1, 3)):
             damaged[rng.randrange(len(damaged))] = rng.randrange(256)
         try:
-            tokenizer = Tokenizer.from_bytes(bytes(damaged))
+            tokenizer = open_tokenizer(bytes(damaged), "caseops")
         except DataError:
             num_refused += 1
         else:
-            assert is_lossless(tokenizer, ODD_TEXT.encode())
-    assert num_refused > 0
+            assert round_trips(tokenizer, ODD_TEXT.encode())
+            assert tokenizer.encode_texts([ODD_TEXT, " x"]).counts.sum() > 2
+    assert 0 < num_refused < 300
 
 
-@pytest.mark.parametrize("junk", [b"", b"\x0a\x00", b"not a model", b"\x00" * 64])
+@pytest.mark.parametrize("junk", [b"", b"\x0a\x00", b"not a model", b"\x00" * 64, b"\n{", b"{}"])
 def test_junk_is_not_a_model(junk: bytes) -> None:
-    with pytest.raises(DataError, match="not a SentencePiece model"):
-        Tokenizer.from_bytes(junk)
+    with pytest.raises(DataError, match=r"not a usable SentencePiece model|not a byte tokenizer"):
+        open_tokenizer(junk)
+
+
+@pytest.mark.parametrize("keep", [10, 1000, -1])
+def test_a_cut_model_is_refused(keep: int) -> None:
+    with pytest.raises(DataError):
+        open_tokenizer(lossless().content[:keep])
 
 
 def test_a_missing_model_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"gone\.model: tokenizer cannot be read"):
-        Tokenizer.from_file(tmp_path / "gone.model")
+        read_model(tmp_path / "gone.model")
 
 
 def test_a_giant_model_file_is_refused(tmp_path: Path) -> None:
     with (tmp_path / "big.model").open("wb") as file:
         file.truncate((1 << 26) + 1)
     with pytest.raises(DataError, match="not a tokenizer"):
-        Tokenizer.from_file(tmp_path / "big.model")
+        read_model(tmp_path / "big.model")
 
 
 @pytest.mark.parametrize("ids", [[-1], [VOCAB_SIZE], [5, 1 << 40]])
-def test_ids_out_of_range_are_refused(tokenizer: Tokenizer, ids: list[int]) -> None:
-    with pytest.raises(DataError, match="token ids span"):
-        tokenizer.decode(ids)
-
-
-def test_a_lone_surrogate_is_refused(tokenizer: Tokenizer) -> None:
-    with pytest.raises(DataError, match="lone surrogate at character 2"):
-        tokenizer.encode_documents(["a\udc80"])
+def test_ids_out_of_range_are_refused(ids: list[int]) -> None:
+    for read in (lossless().decode, lossless("caseops").decode, lossless().written):
+        with pytest.raises(DataError, match="token ids span"):
+            read(ids)

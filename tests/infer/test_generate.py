@@ -1,13 +1,19 @@
-"""Sampling: greedy, nucleus, seeds, and text that runs past the context."""
+"""Sampling: greedy, nucleus, seeds, text past the context, and text behind a transform."""
 
+from __future__ import annotations
+
+import numpy as np
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 import underpar
 from tiny import TinyRun
+from trained import OPERATORS, TRANSFORM_NAMES, any_text, lossless, lossy
 from underpar.api import Model
 from underpar.errors import UnderparError
-from underpar.infer.generate import Sampling, choose
+from underpar.infer.generate import Sampling, _Writer, choose, generate
 
 
 @pytest.fixture(scope="module")
@@ -58,3 +64,76 @@ def test_the_nucleus_keeps_the_likeliest_share() -> None:
 def test_senseless_options_are_refused(model: Model, bad: dict[str, float]) -> None:
     with pytest.raises(UnderparError, match=next(iter(bad))):
         model.generate("x", **bad)
+
+
+def write_all(writer: _Writer, tokens: np.ndarray | list[int]) -> str:
+    return "".join([*(writer.write(int(token)) for token in tokens), writer.finish()])
+
+
+@pytest.mark.parametrize("name", TRANSFORM_NAMES)
+@settings(deadline=None, max_examples=80)
+@given(text=any_text)
+@example(text="The Big Red NASA\n\nA iPhone \ue001 The\ue004 \ue005\ue006A")
+def test_tokens_one_by_one_give_the_text(name: str, text: str) -> None:
+    for tokenizer in (lossless(name), lossless(name, cross_words=True), lossy(name)):
+        assert write_all(_Writer(tokenizer), tokenizer.encode(text.encode())) == text
+
+
+@pytest.mark.parametrize("name", TRANSFORM_NAMES)
+def test_words_do_not_wait_for_the_end(name: str) -> None:
+    tokenizer = lossless(name)
+    writer = _Writer(tokenizer)
+    written = ""
+    for end in range(3, 30, 3):
+        # Each word with the space before it; only the last may still be open.
+        for token in tokenizer.encode(b" One TWO three"):
+            written += writer.write(int(token))
+        assert written.startswith(" One TWO three" * (end // 3 - 1))
+
+
+@pytest.mark.parametrize("name", [name for name in TRANSFORM_NAMES if name != "identity"])
+@settings(deadline=None, max_examples=100)
+@given(data=st.data())
+def test_an_impossible_sequence_is_still_text(name: str, data: st.DataObject) -> None:
+    tokenizer = lossless(name)
+    is_operator = st.integers(4, 3 + len(tokenizer.transform.symbols))
+    anything = st.integers(0, tokenizer.vocab_size - 1)
+    tokens = data.draw(st.lists(st.one_of(is_operator, anything)))
+    text = write_all(_Writer(tokenizer), tokens)
+    letters = tokenizer.written(tokens).decode("utf-8", "replace").lower()
+    shown = text.lower()
+    for operator in OPERATORS:
+        letters, shown = letters.replace(operator, ""), shown.replace(operator, "")
+    assert shown.replace(" ", "") == letters.replace(" ", "")
+
+
+class Scripted:
+    """A predictor that is sure of each next token."""
+
+    device = torch.device("cpu")
+    context = 1000
+
+    def __init__(self, tokens: list[int], vocab_size: int) -> None:
+        self._left = iter(tokens)
+        self._vocab_size = vocab_size
+
+    def stepper(self, num_lanes: int) -> Scripted:
+        return self
+
+    def step(self, tokens: torch.Tensor) -> torch.Tensor:
+        log_probs = torch.full((1, self._vocab_size), -50.0)
+        log_probs[0, next(self._left)] = 0.0
+        return log_probs
+
+    def reset(self, lanes: torch.Tensor) -> None:
+        pass
+
+
+@pytest.mark.parametrize("name", TRANSFORM_NAMES)
+def test_text_behind_a_transform_is_generated_as_text(name: str) -> None:
+    tokenizer = lossless(name)
+    prompt, rest = "It was the", " NASA launch of an iPhone, at Cape Canaveral."
+    tokens = tokenizer.encode((prompt + rest).encode()).tolist()
+    predictor = Scripted([*tokens, tokenizer.bos_id], tokenizer.vocab_size)
+    sampling = Sampling(max_tokens=500, temperature=0)
+    assert "".join(generate(predictor, tokenizer, prompt, sampling)) == rest

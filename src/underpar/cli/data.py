@@ -1,4 +1,4 @@
-"""Commands for data: build, inspect, audit, fetch, import, export."""
+"""Commands for data: build, inspect, audit, fetch, import, export, merge."""
 
 from __future__ import annotations
 
@@ -152,6 +152,20 @@ def data_export(
 
     export_published(load_data(data), data, out, shard_tokens)
     show_json({"out": str(out)}) if json else typer.echo(f"exported to {out}")
+
+
+@data_app.command("merge")
+def data_merge(
+    folders: Annotated[
+        list[Path], typer.Argument(help="Data folders of one tokenizer and one split rule.")
+    ],
+    out: Annotated[Path, typer.Option(help="The data folder to write.")],
+    json: Json = False,
+) -> None:
+    """Data folders that many machines wrote -> one; each is checked in full first."""
+    from underpar.data.merge import merge_folders
+
+    _show_manifest(out, merge_folders(folders, out), json)
 
 
 def _show_manifest(path: Path, manifest: dict[str, Any], json: bool) -> None:

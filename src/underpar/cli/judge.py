@@ -76,19 +76,22 @@ def bench(
     quads: Annotated[int, typer.Option(help="A B B A rounds.")] = 12,
     block_seconds: Annotated[float, typer.Option(help="Shortest timed block.")] = 2.0,
     warmup_seconds: Annotated[float, typer.Option(help="Alternating warm-up.")] = 30.0,
+    input_: Annotated[
+        Path | None, typer.Option("--input", help="Corpus for data benchmarks; default: demo.")
+    ] = None,
     device: Device = "auto",
     json: Json = False,
 ) -> None:
     """Time two variants of one job, interleaved, with a control that can refuse the result."""
     from underpar.lab.bench import run_bench
-    from underpar.lab.benches import BENCHES, find_bench
+    from underpar.lab.benches import describe_benches, find_bench
     from underpar.runtime import open_runtime
 
     if name == "list":
-        docs = {key: (make.__doc__ or "").strip() for key, make in BENCHES.items()}
+        docs = describe_benches()
         show_json(docs) if json else show_table("benchmarks", ("name", "what"), docs.items())
         return
-    chosen = find_bench(name, open_runtime(device))
+    chosen = find_bench(name, open_runtime(device), input_)
     with progress_bar(name, 2 * quads, quiet=json) as bar:
         result = run_bench(
             chosen, quads, block_seconds, warmup_seconds, lambda done, _: bar.update(done)

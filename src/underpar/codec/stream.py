@@ -137,7 +137,8 @@ class Codec:
             payload,
             header.num_documents,
             header.num_lanes,
-            max_tokens=header.num_bytes,
+            # A transform writes at most one operator for each byte.
+            max_tokens=2 * header.num_bytes,
         )
         # Joined first: a lane may end between an operator and its word.
         tokens = np.concatenate([np.array(p, dtype=np.int64) for p in pieces])

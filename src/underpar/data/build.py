@@ -55,6 +55,8 @@ class BuildOptions:
             raise DataError(f"holdout is {self.holdout}, expected a fraction between 0 and 1")
         if self.kind not in ("bpe", "bytes"):
             raise DataError(f"tokenizer kind is {self.kind!r}, expected 'bpe' or 'bytes'")
+        if self.workers < 1:
+            raise DataError(f"workers is {self.workers}, expected at least 1")
 
     @property
     def fraction(self) -> float | None:

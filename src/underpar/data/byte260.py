@@ -64,11 +64,12 @@ class ByteTokenizer:
     def encode_texts(self, texts: Sequence[str]) -> Pieces:
         """Tokens of each text, BOS first, with their bytes."""
         raws = [text.encode("utf-8", "surrogateescape") for text in texts]
-        tokens = np.concatenate([[BOS_ID, *self.encode(raw)] for raw in raws]).astype(np.int32)
+        lengths = np.array([len(raw) for raw in raws], dtype=np.int64)
+        tokens = np.insert(self.encode(b"".join(raws)), np.cumsum(lengths) - lengths, BOS_ID)
         return Pieces(
             tokens=tokens,
             weights=self.token_bytes[tokens],
-            counts=np.array([len(raw) + 1 for raw in raws], dtype=np.int64),
+            counts=lengths + 1,
             changed=np.zeros(len(raws), dtype=bool),
         )
 

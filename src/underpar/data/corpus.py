@@ -7,6 +7,7 @@ import json
 import lzma
 import re
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -70,6 +71,9 @@ def input_files(paths: Sequence[Path]) -> list[Path]:
             raise DataError(f"{path}: unsupported ending, expected {_endings_text()}")
         else:
             files.append(path)
+    for file, num_times in Counter(files).items():
+        if num_times > 1:
+            raise DataError(f"{file}: given {num_times} times, name it once")
     return files
 
 

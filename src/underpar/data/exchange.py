@@ -20,7 +20,14 @@ from underpar.data.export_manifest import (
     describe_dataset,
     write_export_manifest,
 )
-from underpar.data.folder import SPLITS, TOKENIZER_NAME, DataFolder, hash_file, sidecar_name
+from underpar.data.folder import (
+    SPLITS,
+    TOKENIZER_NAME,
+    DataFolder,
+    hash_file,
+    max_natural_copies,
+    sidecar_name,
+)
 from underpar.data.folder_writer import FolderWriter
 from underpar.data.published import (
     PUBLISHED_SHARD_TOKENS,
@@ -37,9 +44,6 @@ from underpar.errors import DataError
 from underpar.seams import BOS_ID
 
 BY_NAME = "the published split: fineweb_val_*.bin and fineweb_train_*.bin"
-# Of the validation documents, copies that training may hold. Web text has a few natural ones; an
-# export with the wrong default had 80 % (Parameter Golf issue 2127).
-MAX_NATURAL_SHARE = 0.001
 
 _BATCH_TOKENS = 1 << 20
 
@@ -66,10 +70,12 @@ def import_published(
     files = {split: split_files(folder, split) for split in reversed(SPLITS)}
     val = [open_published(path, tokenizer.vocab_size) for path in files["val"]]
     num_val = sum(int(np.count_nonzero(tokens == BOS_ID)) for tokens in val)
-    with FolderWriter(out, tokenizer, max_shared=int(MAX_NATURAL_SHARE * num_val)) as writer:
+    with FolderWriter(out, tokenizer, max_shared=max_natural_copies(num_val)) as writer:
         num_documents = 0
         for split, paths in files.items():
             for source, columns in _read_split(paths, tokenizer):
+                if split == "val":
+                    _refuse_wrong_bytes(source, columns, num_documents)
                 writer.add(str(source), split, columns)
                 num_documents += len(columns.counts)
                 report(split, num_documents)
@@ -97,13 +103,12 @@ def import_published(
 
 def _read_split(paths: list[Path], tokenizer: Tokenizer) -> Iterator[tuple[Path, Columns]]:
     """Batches of whole documents with the file they end in; a document may straddle files."""
-    tokens, weights = np.zeros(0, np.uint16), np.zeros(0, np.uint16)
+    tokens, weights = np.zeros(0, np.uint16), np.zeros(0, np.int32)
     for number, path in enumerate(paths):
         values = open_published(path, tokenizer.vocab_size)
         refuse_special_ids(path, values)
-        bytes_of = open_sidecar(path, values)
-        if bytes_of is None:
-            bytes_of = tokenizer.token_bytes[values].astype(np.uint16)
+        sidecar = open_sidecar(path, values)
+        bytes_of = tokenizer.token_bytes[values] if sidecar is None else sidecar
         if number == 0 and (not len(values) or values[0] != BOS_ID):
             raise DataError(f"{path}: does not begin with BOS ({BOS_ID}), so documents are cut")
         for begin in range(0, len(values), _BATCH_TOKENS):
@@ -119,24 +124,37 @@ def _read_split(paths: list[Path], tokenizer: Tokenizer) -> Iterator[tuple[Path,
 
 
 def _columns(
-    tokens: npt.NDArray[np.uint16], weights: npt.NDArray[np.uint16], tokenizer: Tokenizer
+    tokens: npt.NDArray[np.uint16], weights: npt.NDArray[np.int32], tokenizer: Tokenizer
 ) -> Columns:
     starts = np.flatnonzero(tokens == BOS_ID)
     # The text itself is not in the files: what the tokens decode to stands for it.
     texts = [tokenizer.decode(document) for document in np.split(tokens, starts[1:])]
-    doc_bytes = np.add.reduceat(weights, starts, dtype=np.int64)
+    lengths = np.array([len(text) for text in texts], dtype=np.int64)
+    # Of a lossless tokenizer that is exact, with or without a sidecar.
+    counted = np.add.reduceat(weights, starts, dtype=np.int64)
+    doc_bytes = lengths if tokenizer.lossless else counted
     by_table = np.add.reduceat(tokenizer.token_bytes[tokens], starts, dtype=np.int64)
-    differs = doc_bytes != np.array([len(text) for text in texts])
     hashes = b"".join(hashlib.sha256(text).digest() for text in texts)
     return Columns(
         tokens=tokens,
-        weights=weights.astype(np.int32),
+        weights=weights,
         counts=np.diff(starts, append=len(tokens)),
         doc_bytes=doc_bytes,
         doc_hashes=np.frombuffer(hashes, dtype=np.uint8).reshape(-1, 32),
-        flags=(CHANGED * differs).astype(np.uint8),
+        flags=(CHANGED * (doc_bytes != lengths)).astype(np.uint8),
         num_off_table=int(np.count_nonzero(by_table != doc_bytes)),
     )
+
+
+def _refuse_wrong_bytes(source: Path, columns: Columns, num_before: int) -> None:
+    assert columns.weights is not None
+    counted = np.add.reduceat(columns.weights, columns.starts, dtype=np.int64)
+    wrong = np.flatnonzero(counted != columns.doc_bytes)
+    if wrong.size:
+        raise DataError(
+            f"{source}: document {num_before + wrong[0]} decodes to {columns.doc_bytes[wrong[0]]} "
+            f"bytes, its tokens are counted as {counted[wrong[0]]}; its sidecar is wrong or missing"
+        )
 
 
 def export_published(

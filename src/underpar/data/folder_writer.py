@@ -65,12 +65,16 @@ class FolderWriter:
         trace: TracebackType | None,
     ) -> None:
         try:
-            # A table of bytes per token would not do for these documents.
-            if kind is None and self._writers["val"].num_off_table:
+            if kind is None and self._needs_sidecar:
                 self._sidecar.close()
                 self._sidecar.publish()
         finally:
             self._stack.__exit__(kind, error, trace)
+
+    @property
+    def _needs_sidecar(self) -> bool:
+        # A table of bytes per token does not do: here it is off, there it may be right by chance.
+        return self._writers["val"].num_off_table > 0 or not self._tokenizer.lossless
 
     @property
     def empty_splits(self) -> list[str]:
@@ -100,7 +104,8 @@ class FolderWriter:
         if split == "val":
             self._val_keys.append(keys)
             return
-        shared = np.flatnonzero(np.isin(keys, np.concatenate(self._val_keys)))
+        val_keys = np.concatenate([np.zeros(0, np.uint64), *self._val_keys])
+        shared = np.flatnonzero(np.isin(keys, val_keys))
         self.num_shared += shared.size
         if self.num_shared > self._max_shared:
             digest = columns.doc_hashes[shared[-1]].tobytes().hex()
@@ -126,9 +131,8 @@ class FolderWriter:
             "shared_documents": self.num_shared,
             **{split: self._describe(writer) for split, writer in self._writers.items()},
         }
-        has_sidecar = self._writers["val"].num_off_table > 0
-        manifest["val"]["ledger"] = "sidecar" if has_sidecar else "table"
-        if has_sidecar:
+        manifest["val"]["ledger"] = "sidecar" if self._needs_sidecar else "table"
+        if self._needs_sidecar:
             manifest["val"]["sidecar_sha256"] = hash_file(self._sidecar.paths[0])
         write_atomic(self._out / MANIFEST_NAME, json.dumps(manifest, indent=2) + "\n")
         return manifest

@@ -34,4 +34,6 @@ def read_column(path: Path, field: str) -> Iterator[bytes]:
                     number += 1
                     yield value or b""
     except (OSError, pyarrow.ArrowException) as error:
-        raise DataError(f"{path}: row {number + 1}: cannot be read: {error}") from error
+        # What the library says may span lines.
+        detail = " ".join(str(error).split())
+        raise DataError(f"{path}: row {number + 1}: cannot be read: {detail}") from error

@@ -242,7 +242,7 @@ class ShardWriter:
     def add(self, columns: Columns) -> None:
         """Append documents."""
         tokens, starts = columns.tokens, columns.starts
-        assert tokens.size and tokens.max() < self._vocab_size
+        assert tokens.size and 0 <= tokens.min() <= tokens.max() < self._vocab_size
         assert np.array_equal(np.flatnonzero(tokens == BOS_ID), starts)
         self._documents.update(columns.doc_hashes.tobytes())
         for name, values in (

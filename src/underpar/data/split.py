@@ -11,7 +11,8 @@ from dataclasses import dataclass
 # A normalizer that cleans up whitespace can be given words alone only where the characters at
 # their edges are neither removed nor taken for spaces; other words stay with their neighbors.
 _SAFE = "!-~\u00c0-\u024f\u2013\u2014\u2018\u2019\u201c\u201d\u2022\u2026"
-_CLEANED_CUT = re.compile(f"(?<=[{_SAFE}])(?: (?=[{_SAFE}])|(?=\n[{_SAFE}]))")
+_CLEANED_CUT = re.compile(f"(?<=[{_SAFE}]) (?=[{_SAFE}])")
+_CLEANED_LINE_CUT = re.compile(f"(?<=[{_SAFE}])(?: (?=[{_SAFE}])|(?=\n[{_SAFE}]))")
 _LINE_CUT = re.compile("(?=\n)")
 
 
@@ -26,7 +27,7 @@ class Splitter:
     def keys(self, text: str) -> list[str]:
         """The words of a text as keys, in order."""
         if self.cleaned and self.at_spaces:
-            keys = _CLEANED_CUT.split(text)
+            keys = (_CLEANED_LINE_CUT if self.at_lines else _CLEANED_CUT).split(text)
         elif self.at_spaces and self.at_lines:
             # Every newline gets a cut of its own, so no word that followed a space begins with it.
             keys = text.replace("\n", " \n").split(" ")
@@ -47,7 +48,7 @@ class Splitter:
         """The text of a word; those of a document's keys join to the document."""
         if self.is_first(key):
             return key[1:]
-        if key.startswith("\n") and (self.at_lines or self.cleaned):
+        if self.at_lines and key.startswith("\n"):
             return key
         return " " + key
 

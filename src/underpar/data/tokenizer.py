@@ -88,8 +88,17 @@ class SentencePieceTokenizer:
         return self._join(array.tolist())
 
     def decode(self, ids: npt.ArrayLike) -> bytes:
-        """The source bytes that ids stand for; an impossible operator is refused."""
-        return self._read(self.written(ids))
+        """The source bytes that ids stand for; an impossible operator is refused.
+
+        Behind a lossy model it is left as it stands: a normalizer may write letters before it.
+        """
+        written = self.written(ids)
+        try:
+            return self._read(written)
+        except DataError:
+            if self.lossless:
+                raise
+            return written
 
     def _read(self, written: bytes) -> bytes:
         if self.transform_name == IDENTITY:
@@ -111,10 +120,9 @@ class SentencePieceTokenizer:
         return splitter_for(self._table, self.lossless)
 
     def _encode_words(self, words: list[str], exact: bool) -> Pieces:
-        is_first = list(map(self._splitter.is_first, words))
         texts = list(map(self._splitter.word, words))
         written = list(map(self.transform.forward, texts))
-        ids = self._model_ids(written, is_first)
+        ids = self._model_ids(written, words, exact)
         wrong = self._inexact(ids, written)
         if exact:
             for i in wrong:
@@ -122,24 +130,22 @@ class SentencePieceTokenizer:
             wrong = []
         counts = np.fromiter(map(len, ids), np.int64, len(ids))
         tokens = np.fromiter(chain.from_iterable(ids), np.int32, int(counts.sum()))
-        lengths = np.fromiter((len(_to_bytes(w)) for w in written), np.int64, len(written))
-        offsets = np.cumsum(lengths) - lengths
-        begins, ends = self._spans(tokens, counts, offsets)
+        ends = np.cumsum(self._sizes[tokens])
+        begins = ends - self._sizes[tokens]
         changed = np.zeros(len(words), dtype=bool)
-        firsts = np.cumsum(counts) - counts
-        for i in wrong:
-            span = slice(firsts[i], firsts[i] + counts[i])
-            begins[span], ends[span] = self._surfaces(written[i], is_first[i], offsets[i])
-            changed[i] = not self._reads_as(ids[i], texts[i])
+        if wrong:
+            self._align((begins, ends), counts, written, words, wrong)
+            changed[wrong] = [not self._reads_as(ids[i], texts[i]) for i in wrong]
         weights = source_bytes("".join(written), begins, ends, self.transform)
         return Pieces(tokens, weights.astype(np.int32), counts, changed)
 
-    def _model_ids(self, written: list[str], is_first: list[bool]) -> list[list[int]]:
-        if _ODD_RUN.search("".join(written)):
+    def _model_ids(self, written: list[str], words: list[str], exact: bool) -> list[list[int]]:
+        if exact and _ODD_RUN.search("".join(written)):
             # Odd words are spelled later, since nothing that the model gives decodes to them.
             written = [_ODD_RUN.sub("", word) for word in written]
         if self.lossless:
             return self._ids(written)
+        is_first = list(map(self._splitter.is_first, words))
         led = [w if first else _LEAD + w for w, first in zip(written, is_first, strict=True)]
         num_lead = len(self._lead_ids)
         return [
@@ -154,26 +160,35 @@ class SentencePieceTokenizer:
 
     def _inexact(self, ids: list[list[int]], written: list[str]) -> list[int]:
         """Which words the ids do not decode to."""
-        if self._join(chain.from_iterable(ids)) == _to_bytes("".join(written)):
+        # Words that a normalizer changed could join to the right text by chance.
+        if self.lossless and self._join(chain.from_iterable(ids)) == _to_bytes("".join(written)):
             return []
         return [i for i, w in enumerate(written) if self._join(ids[i]) != _to_bytes(w)]
 
-    def _spans(
-        self, tokens: npt.NDArray[np.int32], counts: Offsets, offsets: Offsets
-    ) -> tuple[Offsets, Offsets]:
-        """Begin and end of each token in the joined words, by the size of its piece."""
-        sizes = self._sizes[tokens]
-        before = np.append(0, np.cumsum(sizes))
-        ends = before[1:] + np.repeat(offsets - before[np.cumsum(counts) - counts], counts)
-        return ends - sizes, ends
-
-    def _surfaces(self, written: str, is_first: bool, offset: int) -> tuple[Offsets, Offsets]:
-        """Begin and end of each token by the normalizer's own alignment."""
-        lead = "" if is_first else _LEAD
-        _, begins, ends = surfaces(self._model.encode(lead + written, out_type="serialized_proto"))
-        num_lead = 0 if is_first else len(self._lead_ids)
-        shift = offset - len(lead)
-        return np.array(begins[num_lead:]) + shift, np.array(ends[num_lead:]) + shift
+    def _align(
+        self,
+        spans: tuple[Offsets, Offsets],
+        counts: Offsets,
+        written: list[str],
+        words: list[str],
+        wrong: list[int],
+    ) -> None:
+        """Put spans of tokens where they belong when the pieces of some words are not its text."""
+        lengths = np.fromiter((len(_to_bytes(w)) for w in written), np.int64, len(written))
+        offsets = np.cumsum(lengths) - lengths
+        firsts = np.cumsum(counts) - counts
+        # Where each word's tokens began as if all pieces before were exact.
+        assumed = np.append(0, spans[1])[firsts]
+        for column in spans:
+            column += np.repeat(offsets - assumed, counts)
+        for i in wrong:
+            own = slice(firsts[i], firsts[i] + counts[i])
+            lead = "" if self._splitter.is_first(words[i]) else _LEAD
+            # By the normalizer's own alignment.
+            proto = self._model.encode(lead + written[i], out_type="serialized_proto")
+            num_lead = len(self._lead_ids) if lead else 0
+            for column, found in zip(spans, surfaces(proto)[1:], strict=True):
+                column[own] = np.array(found[num_lead:]) + (offsets[i] - len(lead))
 
     def _reads_as(self, ids: list[int], text: str) -> bool:
         try:
@@ -227,7 +242,8 @@ class SentencePieceTokenizer:
                     "the tokenizer has none; train it with this transform"
                 )
         # Operators as text would be credited three bytes each.
-        if not self.transform.symbols and self._model.piece_to_id("\ue001") != unknown:
+        reserved = range(unknown + 1, min(self._byte_ids))
+        if not self.transform.symbols and self._model.piece_to_id("\ue001") in reserved:
             raise DataError(
                 "tokenizer has pieces for case operators (U+E001) but no transform writes them; "
                 "set levers.caseops=true"

@@ -66,8 +66,8 @@ class WordTable:
         ends = np.cumsum(counts)
         # Token i of the output is token i - (start of its word) of that word's row.
         source = np.repeat(self._offsets[rows] - (ends - counts), counts)
-        source += np.arange(ends[-1])
-        firsts = np.cumsum([0, *num_words[:-1]])
+        source += np.arange(len(source))
+        firsts = np.cumsum([0, *num_words])[:-1]
         pieces = Pieces(
             tokens=self._known.tokens[source],
             weights=self._known.weights[source],

@@ -78,8 +78,8 @@ class _Writer:
         self._waiting = ""
         symbols = self._transform.symbols
         self._symbol = re.compile(f"[{symbols}]") if symbols else None
-        # Before a space that belongs to no operator, nothing later can change what came before.
-        self._cut = re.compile(f"(?<![{symbols}])(?=[ \n])") if symbols else None
+        # Before an operator, or a space that belongs to none, nothing changes what came before.
+        self._cut = re.compile(f"(?<![{symbols}])(?=[ \n{symbols}])") if symbols else None
 
     def write(self, token: int) -> str:
         """The text that is certain after one more token."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import lzma
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from underpar.artifact import rans
 from underpar.errors import BenchError
 from underpar.lab.bench import Bench
+from underpar.lab.data_benches import data, data_cores
 from underpar.model.past import PackedPast
 from underpar.recipe import nearest
 from underpar.runtime import Runtime
@@ -98,10 +100,22 @@ BENCHES: dict[str, Callable[[Runtime], Bench]] = {
     "coder": coder,
     "muon": muon,
 }
+# These take a corpus file; without one, the embedded corpus.
+DATA_BENCHES: dict[str, Callable[[Path | None], Bench]] = {"data": data, "data_cores": data_cores}
 
 
-def find_bench(name: str, runtime: Runtime) -> Bench:
-    """A benchmark of the table, ready to run."""
+def describe_benches() -> dict[str, str]:
+    """Every benchmark with its first line."""
+    table: dict[str, Callable[..., Bench]] = {**BENCHES, **DATA_BENCHES}
+    return {name: (make.__doc__ or "").strip() for name, make in sorted(table.items())}
+
+
+def find_bench(name: str, runtime: Runtime, source: Path | None = None) -> Bench:
+    """A benchmark of the table, ready to run; `source` is a corpus for those on data."""
+    if name in DATA_BENCHES:
+        return DATA_BENCHES[name](source)
     if name not in BENCHES:
-        raise BenchError(f"no benchmark {name!r}{nearest(name, list(BENCHES))}")
+        raise BenchError(f"no benchmark {name!r}{nearest(name, [*BENCHES, *DATA_BENCHES])}")
+    if source is not None:
+        raise BenchError(f"benchmark {name!r} reads no corpus; leave --input out")
     return BENCHES[name](runtime)

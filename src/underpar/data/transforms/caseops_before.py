@@ -29,6 +29,8 @@ class CaseOpsBefore(CaseOps):
     def forward(self, text: str) -> str:
         """Lower-case text, each operator before the space of its word."""
         written = super().forward(text)
+        if written is text:
+            return text
         for operator in (TITLE, ALL_CAPS):
             written = written.replace(" " + operator, operator + " ")
         return written

@@ -38,6 +38,8 @@ class CaseOpsPair(CaseOps):
     def forward(self, text: str) -> str:
         """Lower-case text with operators, fused where a space comes before one."""
         written = super().forward(text)
+        if written is text:
+            return text
         for fused, pair in _FUSED.items():
             written = written.replace(pair, fused)
         return written

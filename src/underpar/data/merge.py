@@ -1,0 +1,208 @@
+"""Data folders in parts: write one from any stream of texts, on any machine, and merge them.
+
+A part is split by hash, a function of the text alone, so parts agree without knowing each other.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from itertools import groupby, islice
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from underpar import __version__
+from underpar.data.build import BY_HASH, BuildOptions
+from underpar.data.corpus import RawBatch, Tally
+from underpar.data.folder import SPLITS, TOKENIZER_NAME, load_data, shard_name, sidecar_name
+from underpar.data.folder_writer import FolderWriter
+from underpar.data.prepare import Plan, Preparer
+from underpar.data.published import open_published
+from underpar.data.shards import Columns, Shard, open_shard
+from underpar.data.tokenizer import Tokenizer, open_tokenizer, read_model
+from underpar.errors import DataError
+
+_BATCH_TEXTS = 256
+_BATCH_TOKENS = 1 << 20
+
+Manifest = dict[str, Any]
+
+
+def write_part(texts: Iterable[tuple[str, str]], out: Path, options: BuildOptions) -> Manifest:
+    """Write pairs of source and text to the data folder `out`; either split may stay empty.
+
+    The texts of one source, such as a file, must follow each other. `options` are those of
+    `build_data`, with a tokenizer file and a fraction to hold out by hash.
+    """
+    if options.tokenizer is None or options.fraction is None:
+        raise DataError("a part needs a tokenizer file and a fraction to hold out, give both")
+    content = read_model(options.tokenizer)
+    preparer = Preparer(Plan(content, options.transform, options.reading, options.fraction))
+    tally = Tally()
+    with FolderWriter(out, preparer.tokenizer, max_shared=None) as writer:
+        for batch in _raw_batches(texts, options.reading.field):
+            prepared = preparer.prepare(batch, "train")
+            tally.add(prepared.tally)
+            for split, columns in prepared.splits.items():
+                writer.add(batch.path, split, columns)
+    # Not how to read the sources again: texts may have been left out on the way here.
+    return writer.write_manifest(
+        {
+            "tool": f"underpar {__version__}",
+            "inputs": [
+                {"path": source, "split": "train", "licence": options.licence, "documents": spans}
+                for source, spans in writer.ranges.items()
+            ],
+            "split": {"rule": BY_HASH, "fraction": options.fraction},
+            "tally": asdict(tally),
+        }
+    )
+
+
+def _raw_batches(texts: Iterable[tuple[str, str]], field: str) -> Iterator[RawBatch]:
+    seen: set[str] = set()
+    for source, group in groupby(texts, key=itemgetter(0)):
+        if source in seen:
+            raise DataError(f"{source}: its texts come in two runs, sort by source or name one")
+        seen.add(source)
+        first = 1
+        while batch := list(islice(group, _BATCH_TEXTS)):
+            # As JSON, where a lone surrogate passes: it is judged and repaired as in a file.
+            records = [json.dumps({field: text}).encode() for _, text in batch]
+            yield RawBatch(source, True, first, records)
+            first += len(records)
+
+
+def merge_folders(folders: Sequence[Path], out: Path) -> Manifest:
+    """Write the documents of all folders, in order, to the data folder `out`; its manifest.
+
+    Every folder is checked in full before anything is written. A split may be empty in some
+    folders, not in all. Training documents of one that are validation in another are refused.
+    """
+    _refuse_repeated(folders, out)
+    manifests = [load_data(folder).manifest for folder in folders]
+    _refuse_different(folders, manifests)
+    head = {"tool": f"underpar {__version__}", **_merge_heads(folders, manifests)}
+    content = read_model(folders[0] / TOKENIZER_NAME)
+    tokenizer = open_tokenizer(content, manifests[0]["tokenizer"]["transform"])
+    with FolderWriter(out, tokenizer, max_shared=0) as writer:
+        # Validation first: training documents are checked against it as they come.
+        for split in reversed(SPLITS):
+            for folder, manifest in zip(folders, manifests, strict=True):
+                for columns in _read_split(folder, split, manifest, tokenizer):
+                    writer.add(str(folder), split, columns)
+    return writer.write_manifest(head)
+
+
+def _refuse_repeated(folders: Sequence[Path], out: Path) -> None:
+    if not folders:
+        raise DataError("no data folders to merge, name at least one")
+    seen: set[Path] = set()
+    for folder in folders:
+        if folder.resolve() in seen:
+            raise DataError(f"{folder} is given twice, its documents would be too; name it once")
+        seen.add(folder.resolve())
+    if out.resolve() in seen:
+        raise DataError(f"{out} is both merged and written to, choose another folder to write")
+
+
+def _refuse_different(folders: Sequence[Path], manifests: list[Manifest]) -> None:
+    first = manifests[0]
+    for folder, manifest in zip(folders, manifests, strict=True):
+        identity, wanted = (m["tokenizer"]["identity"] for m in (manifest, first))
+        if identity != wanted:
+            raise DataError(
+                f"{folder}: tokenizer is {identity:.16}, {folders[0]} has {wanted:.16}; "
+                "merge folders of one tokenizer and transform"
+            )
+        if manifest.get("split") != first.get("split"):
+            raise DataError(
+                f"{folder}: split is {manifest.get('split')!r:.120}, {folders[0]} has "
+                f"{first.get('split')!r:.120}; merge folders of one split rule"
+            )
+    for split in SPLITS:
+        if not any(manifest[split]["documents"] for manifest in manifests):
+            raise DataError(f"none of {len(folders)} folders has a {split} document, add one")
+
+
+def _merge_heads(folders: Sequence[Path], manifests: list[Manifest]) -> Manifest:
+    """What the manifests say about inputs and reading, as far as it holds for all of them."""
+    first = manifests[0]
+    head: Manifest = {"inputs": _merge_inputs(folders, manifests), "split": first.get("split")}
+    if "reading" in first and all(m.get("reading") == first["reading"] for m in manifests):
+        head["reading"] = first["reading"]
+    if all("tally" in manifest for manifest in manifests):
+        tally = Tally()
+        for folder, manifest in zip(folders, manifests, strict=True):
+            try:
+                tally.add(Tally(**manifest["tally"]))
+            except TypeError as error:
+                raise DataError(f"{folder}: tally does not count documents: {error}") from error
+        head["tally"] = asdict(tally)
+    return head
+
+
+def _merge_inputs(folders: Sequence[Path], manifests: list[Manifest]) -> list[Manifest]:
+    """All inputs, their document ranges moved to where they are in the merged shards."""
+    inputs: list[Manifest] = []
+    owners: dict[tuple[str, object], Path] = {}
+    begins = dict.fromkeys(SPLITS, 0)
+    for folder, manifest in zip(folders, manifests, strict=True):
+        try:
+            rows = [_moved(row, begins) for row in manifest["inputs"]]
+            keys = [(row["path"], row.get("sha256")) for row in rows]
+            owner = next((owners[key] for key in keys if key in owners), None)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise DataError(f"{folder}: inputs are not those of a data folder: {error}") from error
+        # As after a run with another number of ranks: text would be trained on twice.
+        if owner is not None:
+            raise DataError(f"{folder} and {owner} share an input, build them again from one list")
+        owners.update(dict.fromkeys(keys, folder))
+        inputs += rows
+        begins = {split: begin + manifest[split]["documents"] for split, begin in begins.items()}
+    return inputs
+
+
+def _moved(row: Manifest, begins: dict[str, int]) -> Manifest:
+    spans = {
+        split: [begins[split] + first, begins[split] + end]
+        for split, (first, end) in row["documents"].items()
+    }
+    return {**row, "documents": spans}
+
+
+def _read_split(
+    folder: Path, split: str, manifest: Manifest, tokenizer: Tokenizer
+) -> Iterator[Columns]:
+    shard = open_shard(folder / shard_name(split), tokenizer.vocab_size, verify=False)
+    sidecar = None
+    if split == "val" and manifest["val"].get("ledger") == "sidecar":
+        sidecar = open_published(folder / sidecar_name("val"), None)
+    for first, last in _batches(shard):
+        starts = shard.starts[first:last]
+        end = shard.starts[last] if last < shard.num_documents else shard.num_tokens
+        tokens = shard.tokens[starts[0] : end]
+        by_table = tokenizer.token_bytes[tokens]
+        counted = np.add.reduceat(by_table, starts - starts[0], dtype=np.int64)
+        doc_bytes = shard.doc_bytes[first:last]
+        weights = by_table if sidecar is None else sidecar[starts[0] : end].astype(np.int32)
+        yield Columns(
+            tokens=tokens,
+            weights=weights if split == "val" else None,
+            counts=np.diff(starts, append=end),
+            doc_bytes=doc_bytes,
+            doc_hashes=shard.doc_hashes[first:last],
+            flags=shard.flags[first:last],
+            num_off_table=int(np.count_nonzero(counted != doc_bytes)),
+        )
+
+
+def _batches(shard: Shard) -> Iterator[tuple[int, int]]:
+    """Ranges of documents; only the last document of one goes past the number of tokens."""
+    first = 0
+    while first < shard.num_documents:
+        last = int(np.searchsorted(shard.starts, shard.starts[first] + _BATCH_TOKENS))
+        yield first, last
+        first = last
