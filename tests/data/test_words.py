@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from underpar.data import words
-from underpar.data.words import Pieces, WordTable, join
+from underpar.data.words import Pieces, WordTable
 from underpar.seams import BOS_ID
 
 # Few different words, so that they repeat within and between documents; one has no tokens.
@@ -76,7 +76,7 @@ def test_a_bounded_table_gives_the_same(
         assert as_lists(table.encode(documents)) == encode_plainly(documents)
         # One batch may pass the bound, the next begins below it.
         assert len(table._numbers) <= max(most_words, 1)
-        assert len(table._known.tokens) <= max(most_tokens, 1)
+        assert len(table._tokens.values) <= max(most_tokens, 1)
 
 
 def test_a_failure_leaves_the_table_right() -> None:
@@ -120,8 +120,22 @@ def test_many_documents() -> None:
     assert as_lists(WordTable(Encoder()).encode(documents)) == encode_plainly(documents)
 
 
-def test_parts_join_in_order() -> None:
-    parts = [Encoder()(["ab", "c"]), Encoder()([]), Encoder()(["!"])]
-    joined = as_lists(join(parts))
-    assert joined["tokens"] == [97, 98, 99, 33]
-    assert (joined["counts"], joined["changed"]) == ([2, 1, 1], [False, False, True])
+def test_a_giant_text_does_not_keep_its_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(words, "MAX_TOKENS", 5000)
+    table = WordTable(Encoder())
+    small = [["a", "bc"], ["def"]]
+    table.encode(small)
+    giant = [["x" * 100_000, "y"]]
+    assert as_lists(table.encode(giant)) == encode_plainly(giant)
+    assert len(table._tokens._room) <= 2 * words.MAX_TOKENS
+    assert as_lists(table.encode(small)) == encode_plainly(small)
+
+
+def test_what_was_given_does_not_change_later() -> None:
+    table = WordTable(Encoder())
+    pieces = table.encode([["a", "bc"]])
+    before = as_lists(pieces)
+    table.encode([["def", "g!"]])
+    table._clear()
+    table.encode([["xyz"]])
+    assert as_lists(pieces) == before

@@ -7,6 +7,7 @@ of the work: transform, encoder and byte ledger run on new words alone.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,8 @@ from underpar.seams import BOS_ID
 # More would not fit the processor's caches; memory stays bounded however long the stream is.
 MAX_WORDS = 1 << 18
 MAX_TOKENS = 1 << 22
+
+_FIRST_CAPACITY = 1 << 12
 
 # A word of a document: None is its BOS.
 Word = str | None
@@ -44,11 +47,44 @@ class _Numbers(dict[Word, int]):
         return number
 
 
+class _Column:
+    """An array that grows at its end in place: copies of every size would scatter the memory."""
+
+    def __init__(self, dtype: npt.DTypeLike, capacity: int = _FIRST_CAPACITY) -> None:
+        self._room = np.empty(capacity, dtype)
+        self._size = 0
+
+    @property
+    def values(self) -> npt.NDArray[Any]:
+        """What it holds."""
+        return self._room[: self._size]
+
+    def extend(self, values: npt.NDArray[Any]) -> None:
+        """Put more at its end."""
+        end = self._size + len(values)
+        if end > len(self._room):
+            grown = np.empty(max(end, 2 * len(self._room)), self._room.dtype)
+            grown[: self._size] = self.values
+            self._room = grown
+        self._room[self._size : end] = values
+        self._size = end
+
+    def emptied(self) -> "_Column":
+        """The same room, or a small one where a single long text had made it large."""
+        if len(self._room) > 2 * MAX_TOKENS:
+            return _Column(self._room.dtype)
+        self._size = 0
+        return self
+
+
 class WordTable:
     """A bounded table of words and their tokens."""
 
     def __init__(self, encode_words: Callable[[list[str]], Pieces]) -> None:
         self._encode_words = encode_words
+        self._tokens, self._weights = _Column(np.int32), _Column(np.int32)
+        self._counts, self._offsets = _Column(np.int64), _Column(np.int64)
+        self._changed = _Column(np.bool_)
         self._clear()
 
     def encode(self, documents: Sequence[list[str]]) -> Pieces:
@@ -62,47 +98,44 @@ class WordTable:
         rows = np.fromiter(map(self._numbers.__getitem__, words), np.int64, len(words))
         if self._numbers.new:
             self._learn()
-        counts = self._known.counts[rows]
+        counts = self._counts.values[rows]
         ends = np.cumsum(counts)
         # Token i of the output is token i - (start of its word) of that word's row.
-        source = np.repeat(self._offsets[rows] - (ends - counts), counts)
+        source = np.repeat(self._offsets.values[rows] - (ends - counts), counts)
         source += np.arange(len(source))
         firsts = np.cumsum([0, *num_words])[:-1]
         pieces = Pieces(
-            tokens=self._known.tokens[source],
-            weights=self._known.weights[source],
+            tokens=self._tokens.values[source],
+            weights=self._weights.values[source],
             counts=np.add.reduceat(counts, firsts),
-            changed=np.logical_or.reduceat(self._known.changed[rows], firsts),
+            changed=np.logical_or.reduceat(self._changed.values[rows], firsts),
         )
-        if len(self._numbers) > MAX_WORDS or len(self._known.tokens) > MAX_TOKENS:
+        if len(self._numbers) > MAX_WORDS or len(self._tokens.values) > MAX_TOKENS:
             self._clear()
         return pieces
 
     def _clear(self) -> None:
         self._numbers = _Numbers()
+        self._tokens, self._weights = self._tokens.emptied(), self._weights.emptied()
+        self._counts, self._offsets = self._counts.emptied(), self._offsets.emptied()
+        self._changed = self._changed.emptied()
         bos = np.array([BOS_ID], dtype=np.int32)
-        self._set(Pieces(bos, np.zeros(1, np.int32), np.ones(1, np.int64), np.zeros(1, bool)))
+        self._append(Pieces(bos, np.zeros(1, np.int32), np.ones(1, np.int64), np.zeros(1, bool)))
 
     def _learn(self) -> None:
         new, self._numbers.new = self._numbers.new, []
         try:
-            self._set(join([self._known, self._encode_words(new)]))
+            self._append(self._encode_words(new))
         except BaseException:
             # Words without a row must not be taken for known ones.
             self._clear()
             raise
-        assert len(self._known.counts) == len(self._numbers)
+        assert len(self._counts.values) == len(self._numbers)
 
-    def _set(self, known: Pieces) -> None:
-        self._known = known
-        self._offsets = np.cumsum(known.counts) - known.counts
-
-
-def join(parts: Sequence[Pieces]) -> Pieces:
-    """The texts of several parts, in order."""
-    return Pieces(
-        np.concatenate([p.tokens for p in parts]),
-        np.concatenate([p.weights for p in parts]),
-        np.concatenate([p.counts for p in parts]),
-        np.concatenate([p.changed for p in parts]),
-    )
+    def _append(self, found: Pieces) -> None:
+        offsets = np.cumsum(found.counts) - found.counts
+        self._offsets.extend(offsets + len(self._tokens.values))
+        self._tokens.extend(found.tokens)
+        self._weights.extend(found.weights)
+        self._counts.extend(found.counts)
+        self._changed.extend(found.changed)
