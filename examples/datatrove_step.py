@@ -12,8 +12,8 @@ from datatrove.executor import LocalPipelineExecutor
 from datatrove.pipeline.readers.base import BaseDiskReader
 
 from underpar.data.build import BuildOptions
-from underpar.data.corpus import read_documents
 from underpar.data.merge import write_part
+from underpar.data.sources.corpus import read_documents
 
 
 # Datatrove's own readers skip what they cannot parse; this one refuses it.

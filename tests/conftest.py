@@ -10,7 +10,7 @@ from tiny import TinyRun
 from underpar import pipeline
 from underpar.build import resolve_levers
 from underpar.data.build import BuildOptions, build_data
-from underpar.data.corpus import demo_corpus, read_documents
+from underpar.data.sources.corpus import demo_corpus, read_documents
 from underpar.recipe import Recipe, load_recipe
 from underpar.run import RunFolder
 from underpar.runtime import Runtime

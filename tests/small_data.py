@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import sentencepiece
 
-from underpar.data.corpus import demo_corpus, document_hash, is_held_out, read_documents
 from underpar.data.folder import DataFolder, hash_file
 from underpar.data.shards import Columns, Shard, ShardWriter, open_shard
+from underpar.data.sources.corpus import demo_corpus, document_hash, is_held_out, read_documents
 from underpar.data.transforms import IDENTITY, open_transform
 
 # What the published models were trained with; unlike ours, it normalizes.

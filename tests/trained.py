@@ -9,10 +9,10 @@ import pytest
 import sentencepiece
 from hypothesis import strategies as st
 
-from underpar.data.byte260 import CONTENT
-from underpar.data.corpus import demo_corpus, read_documents
-from underpar.data.tokenizer import SentencePieceTokenizer, Tokenizer, open_tokenizer
-from underpar.data.train_bpe import train_tokenizer
+from underpar.data.sources.corpus import demo_corpus, read_documents
+from underpar.data.tokens.byte260 import CONTENT
+from underpar.data.tokens.tokenizer import SentencePieceTokenizer, Tokenizer, open_tokenizer
+from underpar.data.tokens.train_bpe import train_tokenizer
 from underpar.data.transforms import IDENTITY, TRANSFORMS, open_transform
 
 VOCAB_SIZE = 500

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from underpar.artifact.pack import Artifact, unpack
-from underpar.data.tokenizer import Tokenizer, open_tokenizer
+from underpar.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from underpar.data.transforms import IDENTITY
 from underpar.errors import ArtifactError, DataError
 from underpar.infer.predictor import Predictor

@@ -9,8 +9,8 @@ from typing import Any
 
 from underpar import pipeline, verbs
 from underpar.console import OUT, show_table
-from underpar.data.corpus import demo_corpus
 from underpar.data.folder import load_data
+from underpar.data.sources.corpus import demo_corpus
 from underpar.errors import UnderparError
 from underpar.infer.generate import Sampling, generate
 from underpar.recipe import Recipe

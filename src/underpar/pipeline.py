@@ -32,7 +32,7 @@ from underpar.codec.stream import Codec
 from underpar.data.folder import DataFolder, load_data
 from underpar.data.loader import Loader, equal_plan
 from underpar.data.shards import Shard
-from underpar.data.tokenizer import Tokenizer, read_model
+from underpar.data.tokens.tokenizer import Tokenizer, read_model
 from underpar.errors import ArtifactError, RecipeError, RunError
 from underpar.infer.predictor import Predictor
 from underpar.quant.rules import quantize_model

@@ -14,9 +14,9 @@ from underpar.codec.stream import read_header
 from underpar.console import ERR, progress_bar
 from underpar.data.build import BuildOptions, build_data
 from underpar.data.duplicates import NearSettings, audit_duplicates
-from underpar.data.exchange import ImportOptions, import_published
-from underpar.data.fetch import FetchOptions, FetchSummary, fetch
 from underpar.data.folder import load_data
+from underpar.data.published.exchange import ImportOptions, import_published
+from underpar.data.sources.fetch import FetchOptions, FetchSummary, fetch
 from underpar.errors import UnderparError
 from underpar.recipe import Recipe, TrainPart
 from underpar.run import RunFolder, write_atomic

@@ -16,7 +16,7 @@ from underpar.codec import stream
 from underpar.codec.lanes import decode_documents, encode_documents
 from underpar.codec.stream import CODED, STORED, Codec, code_documents, read_header
 from underpar.data.folder import load_data
-from underpar.data.tokenizer import SentencePieceTokenizer
+from underpar.data.tokens.tokenizer import SentencePieceTokenizer
 from underpar.errors import CodecError
 from underpar.pipeline import open_codec
 from underpar.runtime import Runtime

@@ -17,7 +17,7 @@ from trained import (
     lossless,
     model_of,
 )
-from underpar.data.tokenizer import SentencePieceTokenizer, Tokenizer
+from underpar.data.tokens.tokenizer import SentencePieceTokenizer, Tokenizer
 from underpar.data.transforms import IDENTITY, open_transform
 from underpar.errors import DataError
 from underpar.seams import TextTransform

@@ -9,10 +9,10 @@ import pytest
 
 from small_data import contents, decoded, prose, read_published, write_file, write_jsonl
 from underpar.data.build import BuildOptions, build_data
-from underpar.data.corpus import Reading, document_hash
 from underpar.data.folder import load_data
 from underpar.data.shards import REPAIRED
-from underpar.data.train_bpe import train_tokenizer
+from underpar.data.sources.corpus import Reading, document_hash
+from underpar.data.tokens.train_bpe import train_tokenizer
 from underpar.data.transforms import TRANSFORMS
 from underpar.errors import DataError
 

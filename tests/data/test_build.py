@@ -10,11 +10,12 @@ import pytest
 
 from small_data import contents, decoded, held_out, prose, published_model, write_file, write_jsonl
 from underpar import __version__
-from underpar.data import build, corpus
+from underpar.data import build
 from underpar.data.build import BY_FILE, BY_HASH, BuildOptions, build_data, labelled_documents
-from underpar.data.corpus import Reading, document_hash, is_held_out, read_documents
 from underpar.data.folder import load_data
-from underpar.data.train_bpe import train_tokenizer
+from underpar.data.sources import corpus
+from underpar.data.sources.corpus import Reading, document_hash, is_held_out, read_documents
+from underpar.data.tokens.train_bpe import train_tokenizer
 from underpar.errors import DataError
 
 HOLDOUT = 0.2

@@ -9,8 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from trained import any_text, demo_texts
-from underpar.data.byte260 import CONTENT, VOCAB_SIZE, ByteTokenizer
-from underpar.data.tokenizer import open_tokenizer
+from underpar.data.tokens.byte260 import CONTENT, VOCAB_SIZE, ByteTokenizer
+from underpar.data.tokens.tokenizer import open_tokenizer
 from underpar.errors import DataError
 
 TOKENIZER = ByteTokenizer()

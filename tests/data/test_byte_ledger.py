@@ -8,8 +8,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from trained import TRANSFORM_NAMES, any_bytes, any_text, lossless, lossy, messy_text, model_of
-from underpar.data.ledger import source_bytes, surfaces
-from underpar.data.tokenizer import SentencePieceTokenizer
+from underpar.data.tokens.ledger import source_bytes, surfaces
+from underpar.data.tokens.tokenizer import SentencePieceTokenizer
 from underpar.data.transforms import open_transform
 from underpar.data.transforms.caseops import ESCAPE, SYMBOLS
 from underpar.data.transforms.caseops_pair import SPACE_ALL_CAPS, SPACE_TITLE

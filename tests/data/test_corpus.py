@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from underpar.data import corpus
-from underpar.data.corpus import (
+from underpar.data.sources import corpus
+from underpar.data.sources.corpus import (
     Document,
     Reading,
     Tally,

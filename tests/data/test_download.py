@@ -11,8 +11,14 @@ from urllib.request import Request
 import pytest
 
 from fake_hub import FakeHub, Fault, Handler, cut_at, hang_up, list_entry, refuse, send, serve
-from underpar.data import download
-from underpar.data.download import CHUNK_BYTES, Connection, RemoteFile, download_file, read_page
+from underpar.data.sources import download
+from underpar.data.sources.download import (
+    CHUNK_BYTES,
+    Connection,
+    RemoteFile,
+    download_file,
+    read_page,
+)
 from underpar.errors import DataError
 
 CONTENT = bytes(range(256)) * 400

@@ -19,16 +19,21 @@ from small_data import (
     write_jsonl,
     write_published,
 )
-from underpar.data import exchange
 from underpar.data.build import BuildOptions, build_data
-from underpar.data.byte260 import CONTENT, ByteTokenizer
-from underpar.data.corpus import document_hash
-from underpar.data.exchange import BY_NAME, ImportOptions, export_published, import_published
-from underpar.data.export_manifest import SplitStats, read_export_manifest
 from underpar.data.folder import hash_file, load_data
-from underpar.data.published import split_files
+from underpar.data.published import exchange
+from underpar.data.published.exchange import (
+    BY_NAME,
+    ImportOptions,
+    export_published,
+    import_published,
+)
+from underpar.data.published.export_manifest import SplitStats, read_export_manifest
+from underpar.data.published.files import split_files
 from underpar.data.shards import CHANGED
-from underpar.data.train_bpe import train_tokenizer
+from underpar.data.sources.corpus import document_hash
+from underpar.data.tokens.byte260 import CONTENT, ByteTokenizer
+from underpar.data.tokens.train_bpe import train_tokenizer
 from underpar.errors import DataError
 
 KINDS = {
@@ -304,7 +309,7 @@ def test_matching_totals_are_accepted(
     root = folders("bpe")
     val = load_data(root / "data").val
     totals = {"ours": (val.num_tokens - 1, val.num_bytes)}
-    monkeypatch.setattr("underpar.data.published.KNOWN_VAL", totals)
+    monkeypatch.setattr("underpar.data.published.files.KNOWN_VAL", totals)
     options = ImportOptions(options_for("bpe", root / "export").tokenizer, known="ours")
     import_published(token_files(root / "export"), tmp_path / "out", options)
     assert load_data(tmp_path / "out").val.num_tokens == val.num_tokens

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from underpar.data.export import PublishedWriter
-from underpar.data.export_manifest import SplitStats
-from underpar.data.published import document_table, open_published, open_sidecar, split_files
+from underpar.data.published.export import PublishedWriter
+from underpar.data.published.export_manifest import SplitStats
+from underpar.data.published.files import document_table, open_published, open_sidecar, split_files
 from underpar.errors import DataError
 
 VOCAB_SIZE = 300

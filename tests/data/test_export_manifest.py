@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from underpar.data import export_manifest
-from underpar.data.export_manifest import (
+from underpar.data.published import export_manifest
+from underpar.data.published.export_manifest import (
     ExportedTokenizer,
     ExportManifest,
     SplitStats,

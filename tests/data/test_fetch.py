@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fake_hub import REPO, FakeHub, cut_at, list_entry, refuse, serve
-from underpar.data import fetch as module
-from underpar.data.download import RemoteFile
-from underpar.data.fetch import (
+from underpar.data.sources import fetch as module
+from underpar.data.sources.download import RemoteFile
+from underpar.data.sources.fetch import (
     HUB,
     PUBLISHED,
     RECORD_NAME,

@@ -19,10 +19,10 @@ from small_data import (
     write_jsonl,
 )
 from underpar.data.build import BuildOptions, build_data
-from underpar.data.corpus import document_hash
 from underpar.data.folder import DataFolder, load_data
 from underpar.data.shards import CHANGED, Columns
-from underpar.data.train_bpe import train_tokenizer
+from underpar.data.sources.corpus import document_hash
+from underpar.data.tokens.train_bpe import train_tokenizer
 from underpar.errors import DataError
 
 VOCAB_SIZE = 300

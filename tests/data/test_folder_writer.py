@@ -9,12 +9,12 @@ import pytest
 
 from small_data import contents, decoded, published_model, read_published
 from underpar.data import folder
-from underpar.data.byte260 import ByteTokenizer
-from underpar.data.corpus import document_hash
 from underpar.data.folder import load_data
 from underpar.data.folder_writer import FolderWriter
 from underpar.data.shards import Columns
-from underpar.data.tokenizer import Tokenizer, open_tokenizer
+from underpar.data.sources.corpus import document_hash
+from underpar.data.tokens.byte260 import ByteTokenizer
+from underpar.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from underpar.errors import DataError
 
 BYTES = ByteTokenizer()

@@ -37,14 +37,14 @@ from small_data import (
 from underpar.audit import rules
 from underpar.audit.finding import FAIL, NOT_SHOWN, PASS, Finding
 from underpar.data.build import BuildOptions, build_data
-from underpar.data.byte260 import CONTENT, ByteTokenizer
-from underpar.data.exchange import ImportOptions, export_published, import_published
-from underpar.data.export import PublishedWriter
 from underpar.data.folder import DataFolder, load_data
 from underpar.data.loader import Batch
-from underpar.data.published import check_known_val, split_files
+from underpar.data.published.exchange import ImportOptions, export_published, import_published
+from underpar.data.published.export import PublishedWriter
+from underpar.data.published.files import check_known_val, split_files
 from underpar.data.shards import CHANGED, Columns, Shard
-from underpar.data.tokenizer import open_tokenizer
+from underpar.data.tokens.byte260 import CONTENT, ByteTokenizer
+from underpar.data.tokens.tokenizer import open_tokenizer
 from underpar.errors import DataError, RuleError
 from underpar.recipe import ScorePart
 from underpar.runtime import Clock, Runtime
@@ -298,7 +298,7 @@ def test_bug_09_first_ten_thousand_documents(
     texts = [f"validation document {i}" for i in range(50)]
     whole = BYTES.encode_texts(texts)
     totals = {"set": (len(whole.tokens) - 1, int(whole.weights.sum()))}
-    monkeypatch.setattr("underpar.data.published.KNOWN_VAL", totals)
+    monkeypatch.setattr("underpar.data.published.files.KNOWN_VAL", totals)
     for num_documents in (50, 10):
         folder = tmp_path / str(num_documents)
         options = write_set(folder, texts[:num_documents], ["training"])

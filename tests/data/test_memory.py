@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from underpar.data.corpus import demo_corpus, read_documents
-from underpar.data.train_bpe import train_tokenizer
+from underpar.data.sources.corpus import demo_corpus, read_documents
+from underpar.data.tokens.train_bpe import train_tokenizer
 
 BUILD = """
 import resource, sys

@@ -12,14 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from underpar.data import byte260, merge
+from underpar.data import merge
 from underpar.data.build import BuildOptions, build_data
-from underpar.data.corpus import REPAIR, Reading, demo_corpus, is_held_out, read_documents
-from underpar.data.corpus import document_hash as sha256
 from underpar.data.folder import load_data
 from underpar.data.merge import merge_folders, write_part
-from underpar.data.published import open_published
-from underpar.data.train_bpe import train_tokenizer
+from underpar.data.published.files import open_published
+from underpar.data.sources.corpus import REPAIR, Reading, demo_corpus, is_held_out, read_documents
+from underpar.data.sources.corpus import document_hash as sha256
+from underpar.data.tokens import byte260
+from underpar.data.tokens.train_bpe import train_tokenizer
 from underpar.errors import DataError
 
 HOLDOUT = 0.2

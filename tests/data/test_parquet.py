@@ -9,10 +9,10 @@ import pytest
 
 from small_data import contents, decoded
 from underpar.data.build import BuildOptions, build_data
-from underpar.data.corpus import Document, Reading, read_documents
 from underpar.data.folder import load_data
-from underpar.data.parquet import read_column
 from underpar.data.shards import REPAIRED
+from underpar.data.sources.corpus import Document, Reading, read_documents
+from underpar.data.sources.parquet import read_column
 from underpar.errors import DataError
 
 

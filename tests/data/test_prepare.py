@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from small_data import prose, published_model
-from underpar.data import byte260
-from underpar.data.corpus import RawBatch, Reading, Tally, document_hash, is_held_out
 from underpar.data.prepare import Job, Plan, Prepared, Preparer, prepare_all
 from underpar.data.shards import CHANGED, REPAIRED, Columns
-from underpar.data.train_bpe import train_tokenizer
+from underpar.data.sources.corpus import RawBatch, Reading, Tally, document_hash, is_held_out
+from underpar.data.tokens import byte260
+from underpar.data.tokens.train_bpe import train_tokenizer
 from underpar.errors import DataError
 
 TEXTS = (*prose(12, 600), "Caf\u00e9 \U0001f600 NASA", "\ue001 \u2581\x00 odd  ")

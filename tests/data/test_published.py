@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from underpar.data import published
-from underpar.data.published import (
+from underpar.data.published import files as published
+from underpar.data.published.files import (
     KNOWN_VAL,
     check_known_val,
     document_table,

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from trained import model_of, own_ids, published
-from underpar.data.corpus import read_documents
-from underpar.data.tokenizer import SentencePieceTokenizer, open_tokenizer, read_model
+from underpar.data.sources.corpus import read_documents
+from underpar.data.tokens.tokenizer import SentencePieceTokenizer, open_tokenizer, read_model
 from underpar.errors import DataError
 
 pytestmark = pytest.mark.fineweb

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from underpar.data import sample
-from underpar.data.corpus import document_hash
-from underpar.data.sample import sample_by_hash
+from underpar.data.sources.corpus import document_hash
+from underpar.data.tokens import sample
+from underpar.data.tokens.sample import sample_by_hash
 
 
 def pairs(texts: list[str]) -> Iterator[tuple[bytes, str]]:

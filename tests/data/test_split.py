@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from trained import any_text, lossless, lossy
-from underpar.data.split import Splitter, splitter_for
+from underpar.data.tokens.split import Splitter, splitter_for
 
 SPLITTERS = [Splitter(*flags) for flags in product((False, True), repeat=3)]
 PLAIN = Splitter(at_spaces=True, at_lines=True, cleaned=False)

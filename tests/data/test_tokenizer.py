@@ -26,9 +26,9 @@ from trained import (
     own_ids,
     train_with,
 )
-from underpar.data.byte260 import CONTENT, ByteTokenizer
-from underpar.data.split import _SAFE
-from underpar.data.tokenizer import (
+from underpar.data.tokens.byte260 import CONTENT, ByteTokenizer
+from underpar.data.tokens.split import _SAFE
+from underpar.data.tokens.tokenizer import (
     SentencePieceTokenizer,
     Tokenizer,
     open_tokenizer,

@@ -15,8 +15,8 @@ from trained import (
     lossless,
     model_of,
 )
-from underpar.data.tokenizer import SentencePieceTokenizer
-from underpar.data.train_bpe import _TRAINING_PIECE, MIN_VOCAB_SIZE, train_tokenizer
+from underpar.data.tokens.tokenizer import SentencePieceTokenizer
+from underpar.data.tokens.train_bpe import _TRAINING_PIECE, MIN_VOCAB_SIZE, train_tokenizer
 from underpar.data.transforms import open_transform
 from underpar.errors import DataError
 

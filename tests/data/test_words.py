@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from underpar.data import words
-from underpar.data.words import Pieces, WordTable
+from underpar.data.tokens import words
+from underpar.data.tokens.words import Pieces, WordTable
 from underpar.seams import BOS_ID
 
 # Few different words, so that they repeat within and between documents; one has no tokens.

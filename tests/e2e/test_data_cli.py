@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from fake_hub import FakeHub, serve
 from small_data import contents, edit_manifest, prose, write_file, write_jsonl, write_published
 from underpar.cli import app, main
-from underpar.data.byte260 import CONTENT, ByteTokenizer
 from underpar.data.folder import load_data
+from underpar.data.tokens.byte260 import CONTENT, ByteTokenizer
 
 SIZE = ("--set", "model.vocab_size=400", "--set", "data.holdout=0.2", "--workers", "1")
 BYTES = ("--set", "model.vocab_size=260", "--set", "data.tokenizer='bytes'", "--workers", "1")

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from underpar.cli import app
 from underpar.data.build import BuildOptions, build_data
-from underpar.data.corpus import demo_corpus, read_documents
 from underpar.data.folder import load_data
 from underpar.data.merge import merge_folders
+from underpar.data.sources.corpus import demo_corpus, read_documents
 from underpar.errors import DataError
 
 pytest.importorskip("datatrove")

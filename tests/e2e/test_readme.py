@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from underpar.cli import app
-from underpar.data.corpus import read_documents
+from underpar.data.sources.corpus import read_documents
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 TINY = [

@@ -17,8 +17,8 @@ from underpar.audit import probes
 from underpar.audit.finding import PASS, Finding, judge, not_shown
 from underpar.codec.stream import Codec, code_documents
 from underpar.data.build import labelled_documents
-from underpar.data.corpus import Reading
 from underpar.data.folder import DataFolder, hash_file
+from underpar.data.sources.corpus import Reading
 from underpar.errors import UnderparError
 from underpar.infer.predictor import Predictor
 from underpar.recipe import Recipe

@@ -44,7 +44,7 @@ def data_build(
     json: Json = False,
 ) -> None:
     """Train a lossless tokenizer and write token shards; documents are held out by their hash."""
-    from underpar.data.corpus import Reading
+    from underpar.data.sources.corpus import Reading
     from underpar.runtime import num_cores
     from underpar.verbs import build_data_folder, build_options
 
@@ -107,7 +107,7 @@ def data_fetch(
     json: Json = False,
 ) -> None:
     """Download a published token set or any Hugging Face dataset; resumes, checks, waits."""
-    from underpar.data.fetch import HUB, FetchOptions
+    from underpar.data.sources.fetch import HUB, FetchOptions
     from underpar.verbs import fetch_data
 
     options = FetchOptions(
@@ -132,7 +132,7 @@ def data_import(
     json: Json = False,
 ) -> None:
     """Published token files (header 20240520, with or without sidecar) -> data folder."""
-    from underpar.data.exchange import ImportOptions
+    from underpar.data.published.exchange import ImportOptions
     from underpar.verbs import import_data
 
     options = ImportOptions(tokenizer, transform, known, licence)
@@ -147,8 +147,8 @@ def data_export(
     json: Json = False,
 ) -> None:
     """Data folder -> published token files, with a byte sidecar for validation."""
-    from underpar.data.exchange import export_published
     from underpar.data.folder import load_data
+    from underpar.data.published.exchange import export_published
 
     export_published(load_data(data), data, out, shard_tokens)
     show_json({"out": str(out)}) if json else typer.echo(f"exported to {out}")

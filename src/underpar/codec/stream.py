@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from underpar.codec.lanes import OnTokens, decode_documents, encode_documents
-from underpar.data.tokenizer import Tokenizer
+from underpar.data.tokens.tokenizer import Tokenizer
 from underpar.errors import CodecError, DataError
 from underpar.infer.predictor import Predictor
 

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from underpar import __version__
-from underpar.data import byte260
-from underpar.data.corpus import (
+from underpar.data.folder import hash_file
+from underpar.data.folder_writer import FolderWriter
+from underpar.data.prepare import Job, Plan, prepare_all
+from underpar.data.sources.corpus import (
     Document,
     Reading,
     Tally,
@@ -17,12 +19,10 @@ from underpar.data.corpus import (
     read_documents,
     read_raw,
 )
-from underpar.data.folder import hash_file
-from underpar.data.folder_writer import FolderWriter
-from underpar.data.prepare import Job, Plan, prepare_all
-from underpar.data.sample import SAMPLE_BYTES, sample_by_hash
-from underpar.data.tokenizer import Tokenizer, open_tokenizer, read_model
-from underpar.data.train_bpe import train_tokenizer
+from underpar.data.tokens import byte260
+from underpar.data.tokens.sample import SAMPLE_BYTES, sample_by_hash
+from underpar.data.tokens.tokenizer import Tokenizer, open_tokenizer, read_model
+from underpar.data.tokens.train_bpe import train_tokenizer
 from underpar.data.transforms import IDENTITY
 from underpar.errors import DataError
 

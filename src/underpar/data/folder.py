@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from underpar.data.published import open_published
+from underpar.data.published.files import open_published
 from underpar.data.shards import CHANGED, Shard, open_shard
-from underpar.data.tokenizer import Tokenizer, open_tokenizer, read_model
+from underpar.data.tokens.tokenizer import Tokenizer, open_tokenizer, read_model
 from underpar.errors import DataError
 
 FORMAT = 2

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from underpar.data.export import ValueSeries, checked_values
 from underpar.data.folder import (
     FORMAT,
     MANIFEST_NAME,
@@ -20,8 +19,9 @@ from underpar.data.folder import (
     shard_name,
     sidecar_name,
 )
+from underpar.data.published.export import ValueSeries, checked_values
 from underpar.data.shards import Columns, ShardWriter
-from underpar.data.tokenizer import Tokenizer
+from underpar.data.tokens.tokenizer import Tokenizer
 from underpar.errors import DataError
 from underpar.run import write_atomic
 

@@ -15,13 +15,13 @@ import numpy as np
 
 from underpar import __version__
 from underpar.data.build import BY_HASH, BuildOptions
-from underpar.data.corpus import RawBatch, Tally
 from underpar.data.folder import SPLITS, TOKENIZER_NAME, load_data, shard_name, sidecar_name
 from underpar.data.folder_writer import FolderWriter
 from underpar.data.prepare import Plan, Preparer
-from underpar.data.published import open_published
+from underpar.data.published.files import open_published
 from underpar.data.shards import Columns, Shard, open_shard
-from underpar.data.tokenizer import Tokenizer, open_tokenizer, read_model
+from underpar.data.sources.corpus import RawBatch, Tally
+from underpar.data.tokens.tokenizer import Tokenizer, open_tokenizer, read_model
 from underpar.errors import DataError
 
 _BATCH_TEXTS = 256

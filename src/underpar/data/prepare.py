@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from underpar.data.corpus import RawBatch, Reading, Tally, is_held_out, parse
 from underpar.data.shards import CHANGED, REPAIRED, Columns, token_dtype
-from underpar.data.tokenizer import Tokenizer, open_tokenizer
-from underpar.data.words import Pieces
+from underpar.data.sources.corpus import RawBatch, Reading, Tally, is_held_out, parse
+from underpar.data.tokens.tokenizer import Tokenizer, open_tokenizer
+from underpar.data.tokens.words import Pieces
 from underpar.errors import DataError
 
 # Batches in flight for each worker: one at work, one waiting, one being written.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from underpar.data.tokenizer import Tokenizer
+from underpar.data.tokens.tokenizer import Tokenizer
 from underpar.errors import DataError, UnderparError
 from underpar.infer.predictor import Predictor
 

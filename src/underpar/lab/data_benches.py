@@ -10,9 +10,9 @@ from pathlib import Path
 import sentencepiece
 
 from underpar.data.build import BuildOptions, build_data
-from underpar.data.corpus import demo_corpus, read_documents
 from underpar.data.folder import load_data
-from underpar.data.train_bpe import train_tokenizer
+from underpar.data.sources.corpus import demo_corpus, read_documents
+from underpar.data.tokens.train_bpe import train_tokenizer
 from underpar.data.transforms import open_transform
 from underpar.lab.bench import Bench
 

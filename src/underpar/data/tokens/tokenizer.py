@@ -15,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 import sentencepiece
 
-from underpar.data.byte260 import ByteTokenizer
-from underpar.data.ledger import Offsets, source_bytes, surfaces
-from underpar.data.split import Splitter, splitter_for
+from underpar.data.tokens.byte260 import ByteTokenizer
+from underpar.data.tokens.ledger import Offsets, source_bytes, surfaces
+from underpar.data.tokens.split import Splitter, splitter_for
+from underpar.data.tokens.words import Pieces, WordTable
 from underpar.data.transforms import IDENTITY, open_transform
-from underpar.data.words import Pieces, WordTable
 from underpar.errors import DataError
 from underpar.seams import BOS_ID
 
@@ -234,7 +234,9 @@ class SentencePieceTokenizer:
         unknown = self._model.unk_id()
         # Without it a space is three byte tokens that decode to U+2581 (Parameter Golf issue 897).
         if self._model.piece_to_id(_SPACE_MARK) == unknown:
-            raise DataError("tokenizer has no piece for a space alone (U+2581), train it again")
+            raise DataError(
+                "tokenizer has no piece for a space alone (U+2581); train it on text with spaces"
+            )
         for symbol in self.transform.symbols:
             if self._model.piece_to_id(symbol) == unknown:
                 raise DataError(

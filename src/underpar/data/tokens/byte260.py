@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from underpar.data.tokens.words import Pieces
 from underpar.data.transforms import Identity
-from underpar.data.words import Pieces
 from underpar.errors import DataError
 from underpar.seams import BOS_ID
 

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from underpar import __version__
-from underpar.data.export import PublishedWriter
-from underpar.data.export_manifest import (
+from underpar.data.published.export import PublishedWriter
+from underpar.data.published.export_manifest import (
     ExportedTokenizer,
     ExportManifest,
     SplitStats,
@@ -29,7 +29,7 @@ from underpar.data.folder import (
     sidecar_name,
 )
 from underpar.data.folder_writer import FolderWriter
-from underpar.data.published import (
+from underpar.data.published.files import (
     PUBLISHED_SHARD_TOKENS,
     check_known_val,
     open_published,
@@ -38,7 +38,7 @@ from underpar.data.published import (
     split_files,
 )
 from underpar.data.shards import CHANGED, Columns
-from underpar.data.tokenizer import Tokenizer, open_tokenizer, read_model
+from underpar.data.tokens.tokenizer import Tokenizer, open_tokenizer, read_model
 from underpar.data.transforms import IDENTITY
 from underpar.errors import DataError
 from underpar.seams import BOS_ID

@@ -9,8 +9,8 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from underpar.data.export_manifest import SplitStats
-from underpar.data.published import (
+from underpar.data.published.export_manifest import SplitStats
+from underpar.data.published.files import (
     HEADER_BYTES,
     HEADER_INTS,
     MAGIC,

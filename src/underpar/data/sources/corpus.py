@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-from underpar.data.parquet import read_column
-from underpar.data.zstd import open_zstd
+from underpar.data.sources.parquet import read_column
+from underpar.data.sources.zstd import open_zstd
 from underpar.errors import DataError
 
 SUPPORTED_ENDINGS = (

@@ -1,0 +1,1 @@
+"""The published FineWeb token files of Parameter Golf: read, write, import, export."""

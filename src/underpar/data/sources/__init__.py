@@ -1,0 +1,1 @@
+"""Where text comes from: files of several kinds, and downloads."""
