@@ -12,14 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from underpar import __version__
-from underpar.data.published.export import PublishedWriter
-from underpar.data.published.export_manifest import (
-    ExportedTokenizer,
-    ExportManifest,
-    SplitStats,
-    describe_dataset,
-    write_export_manifest,
-)
 from underpar.data.folder import (
     SPLITS,
     TOKENIZER_NAME,
@@ -29,6 +21,14 @@ from underpar.data.folder import (
     sidecar_name,
 )
 from underpar.data.folder_writer import FolderWriter
+from underpar.data.published.export import PublishedWriter
+from underpar.data.published.export_manifest import (
+    ExportedTokenizer,
+    ExportManifest,
+    SplitStats,
+    describe_dataset,
+    write_export_manifest,
+)
 from underpar.data.published.files import (
     PUBLISHED_SHARD_TOKENS,
     check_known_val,
