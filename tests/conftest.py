@@ -1,6 +1,8 @@
 """What many tests share: a small data folder and one tiny trained, packed and scored run."""
 
+import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,11 +11,12 @@ import torch
 from tiny import TinyRun
 from underpar import pipeline
 from underpar.build import resolve_levers
-from underpar.data.build import BuildOptions, build_data
+from underpar.data.build import build_data
 from underpar.data.sources.corpus import demo_corpus, read_documents
 from underpar.recipe import Recipe, load_recipe
 from underpar.run import RunFolder
 from underpar.runtime import Runtime
+from underpar.verbs import build_options
 
 CPU = Runtime(torch.device("cpu"))
 
@@ -39,14 +42,26 @@ def tiny_recipe() -> Recipe:
 
 
 @pytest.fixture(scope="session")
-def tiny_data(
-    tiny_recipe: Recipe, corpus_file: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    """A data folder for `tiny_recipe`, a tenth or so of it held out."""
-    out = tmp_path_factory.mktemp("data") / "tiny"
-    options = BuildOptions(tiny_recipe.model.vocab_size, tiny_recipe.data.holdout)
-    build_data([corpus_file], out, options)
-    return out
+def data_for(
+    corpus_file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[Recipe], Path]:
+    """Recipe -> a data folder that it can train on, a tenth or so of it held out."""
+    folders = tmp_path_factory.mktemp("data")
+
+    def make(recipe: Recipe) -> Path:
+        options = build_options(recipe)
+        out = folders / hashlib.sha256(repr(options).encode()).hexdigest()[:12]
+        if not out.exists():
+            build_data([corpus_file], out, options)
+        return out
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_data(tiny_recipe: Recipe, data_for: Callable[[Recipe], Path]) -> Path:
+    """The data folder of `tiny_recipe`."""
+    return data_for(tiny_recipe)
 
 
 @pytest.fixture(scope="session")

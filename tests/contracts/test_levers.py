@@ -1,6 +1,7 @@
 """What every lever must do, with no code for any one of them."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,6 @@ from torch import nn
 
 from underpar import pipeline
 from underpar.build import build_model, plug_levers, resolve_levers
-from underpar.data.build import BuildOptions, build_data
 from underpar.data.loader import Batch, pack_documents
 from underpar.infer.predictor import Predictor
 from underpar.levers import LEVERS, lever_module
@@ -25,15 +25,6 @@ from underpar.train.groups import group_parameters
 
 ALL = list(LEVERS)
 MODEL = [name for name in ALL if lever_module(name).STAGE == "model"]
-
-
-def data_for(name: str, tiny_data: Path, corpus_file: Path, tmp_path: Path) -> Path:
-    """Data that a recipe with this lever can train on: a text transform needs its own."""
-    if lever_module(name).STAGE != "data":
-        return tiny_data
-    vocab_size = load_recipe("cpu").model.vocab_size
-    build_data([corpus_file], tmp_path / "data", BuildOptions(vocab_size, transform=name))
-    return tmp_path / "data"
 
 
 def recipe_with(name: str) -> Recipe:
@@ -75,10 +66,10 @@ def test_a_lever_says_what_it_is(lever: LeverModule) -> None:
 
 
 def test_a_lever_trains_packs_and_scores(
-    name: str, tiny_data: Path, corpus_file: Path, tmp_path: Path, runtime: Runtime
+    name: str, data_for: Callable[[Recipe], Path], tmp_path: Path, runtime: Runtime
 ) -> None:
     recipe = load_recipe("cpu", [f"levers.{name}=true", "train.budget_steps=3"])
-    data = data_for(name, tiny_data, corpus_file, tmp_path)
+    data = data_for(recipe)
     folder = RunFolder(tmp_path / "run")
     assert pipeline.train_run(recipe, data, folder, runtime)
     pipeline.pack_run(folder)

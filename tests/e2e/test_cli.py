@@ -74,7 +74,7 @@ def test_recipes() -> None:
 
 def test_the_whole_road(corpus_file: Path, tmp_path: Path) -> None:
     data, folder = tmp_path / "data", tmp_path / "run"
-    sizes = ("--set", "model.vocab_size=512")
+    sizes = ("--recipe", "baseline+cpu")
     assert run_json("data", "build", corpus_file, "--out", data, *sizes)["format"] == 2
     assert "val" in run_json("data", "inspect", data)
     steps = ("--set", "train.budget_steps=6")

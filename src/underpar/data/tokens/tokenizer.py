@@ -241,7 +241,7 @@ class SentencePieceTokenizer:
             if self._model.piece_to_id(symbol) == unknown:
                 raise DataError(
                     f"transform {self.transform_name!r} needs a piece for U+{ord(symbol):04X}, "
-                    "the tokenizer has none; train it with this transform"
+                    "the tokenizer has none; train it with this transform or leave it out"
                 )
         # Operators as text would be credited three bytes each.
         reserved = range(unknown + 1, min(self._byte_ids))
