@@ -102,7 +102,7 @@ def test_build_takes_a_tokenizer_and_a_published_split(
 ) -> None:
     val = write_file(tmp_path / "val.txt", b"Held out.")
     model = folder / "tokenizer.model"
-    words = ("--tokenizer", model, "--val", val, "--workers", 1)
+    words = (*PLAIN, "--tokenizer", model, "--val", val, "--workers", 1)
     manifest = run_json("data", "build", docs, "--out", tmp_path / "out", *words)
     assert manifest["val"]["documents"] == 1
     assert manifest["split"]["fraction"] is None
@@ -218,7 +218,7 @@ def test_export_and_import_are_inverse(folder: Path, tmp_path: Path, fails: Fail
     ).replace("\n", "")
     [files] = (export / "datasets").iterdir()
     assert len(list(files.glob("fineweb_train_*.bin"))) > 1
-    words = ("--tokenizer", folder / "tokenizer.model", "--licence", "CC0")
+    words = (*PLAIN, "--tokenizer", folder / "tokenizer.model", "--licence", "CC0")
     manifest = run_json("data", "import", files, "--out", back, *words)
     assert manifest["inputs"][0]["licence"] == "CC0"
     ours, theirs = contents(back), contents(folder)
