@@ -281,7 +281,7 @@ def test_export_does_not_join_another_export(
     data = load_data(root / "data")
     export = Path(shutil.copytree(root / "export", tmp_path / "export"))
     before = contents(token_files(export))
-    with pytest.raises(DataError, match=r"fineweb_train_000000\.bin exists; export to a folder"):
+    with pytest.raises(DataError, match="holds an export already"):
         export_published(data, root / "data", export)
     for path in token_files(export).glob("fineweb_train_*.bin"):
         path.unlink()
@@ -408,3 +408,12 @@ def test_a_normalized_caseops_stream_can_be_imported(tmp_path: Path) -> None:
         token_files(tmp_path / "export"), tmp_path / "back", ImportOptions(model, "caseops")
     )
     assert manifest["val"]["bytes"] == len("Plain") + len("Foo\u2122Bar is sold here".encode())
+
+
+def test_tokens_of_another_tokenizer_are_refused(
+    folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    files = token_files(folders("caseops_before") / "export")
+    model = folders("caseops_before") / "data" / "tokenizer.model"
+    message = refusal(files, tmp_path / "out", ImportOptions(model, "caseops"))
+    assert message.endswith("give the tokenizer and transform that made them")

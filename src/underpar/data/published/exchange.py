@@ -23,6 +23,9 @@ from underpar.data.folder import (
 from underpar.data.folder_writer import FolderWriter
 from underpar.data.published.export import PublishedWriter
 from underpar.data.published.export_manifest import (
+    MANIFEST_NAME as EXPORT_MANIFEST_NAME,
+)
+from underpar.data.published.export_manifest import (
     ExportedTokenizer,
     ExportManifest,
     SplitStats,
@@ -128,7 +131,12 @@ def _columns(
 ) -> Columns:
     starts = np.flatnonzero(tokens == BOS_ID)
     # The text itself is not in the files: what the tokens decode to stands for it.
-    texts = [tokenizer.decode(document) for document in np.split(tokens, starts[1:])]
+    try:
+        texts = [tokenizer.decode(document) for document in np.split(tokens, starts[1:])]
+    except DataError as error:
+        raise DataError(
+            f"the tokens do not decode ({error}); give the tokenizer and transform that made them"
+        ) from error
     lengths = np.array([len(text) for text in texts], dtype=np.int64)
     # Of a lossless tokenizer that is exact, with or without a sidecar.
     counted = np.add.reduceat(weights, starts, dtype=np.int64)
@@ -163,6 +171,8 @@ def export_published(
     """Write the data folder at `source` as published token files, with a sidecar for validation."""
     tokenizer = data.tokenizer
     name = f"underpar_{tokenizer.vocab_size}"
+    if (out / EXPORT_MANIFEST_NAME).exists():
+        raise DataError(f"{out}: holds an export already; choose another folder")
     stats = _write_splits(data, _val_weights(data, source), out / "datasets" / name, shard_tokens)
     (out / "tokenizers").mkdir(exist_ok=True)
     shutil.copyfile(source / TOKENIZER_NAME, out / "tokenizers" / f"{name}.model")

@@ -248,7 +248,7 @@ class SentencePieceTokenizer:
         if not self.transform.symbols and self._model.piece_to_id("\ue001") in reserved:
             raise DataError(
                 "tokenizer has pieces for case operators (U+E001) but no transform writes them; "
-                "set levers.caseops=true"
+                "name the transform it was trained with (lever caseops and its like)"
             )
 
 
