@@ -225,9 +225,7 @@ def test_export_and_import_are_inverse(folder: Path, tmp_path: Path, fails: Fail
     assert ours.pop("manifest.json") != theirs.pop("manifest.json")
     assert ours == theirs
     # A second export beside the first would mix two sets.
-    assert "fineweb_train_000000.bin exists; export to a folder" in fails(
-        "data", "export", folder, "--out", export
-    )
+    assert "holds an export already" in fails("data", "export", folder, "--out", export)
     assert run_json("data", "export", folder, "--out", tmp_path / "other") == {
         "out": str(tmp_path / "other")
     }
