@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from underpar.data.published import export_manifest
+from underpar.data import folder as folder_module
 from underpar.data.published.export_manifest import (
     ExportedTokenizer,
     ExportManifest,
@@ -192,7 +192,7 @@ def test_what_is_not_a_manifest_is_refused(folder: Path, content: bytes, message
 def test_a_missing_or_huge_file_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DataError, match="manifest cannot be read: No such file"):
         read_export_manifest(folder / "gone")
-    monkeypatch.setattr(export_manifest, "MAX_MANIFEST_BYTES", 100)
+    monkeypatch.setattr(folder_module, "MAX_MANIFEST_BYTES", 100)
     with pytest.raises(DataError, match="over 100 bytes, not a manifest"):
         read_export_manifest(folder)
 

@@ -66,18 +66,23 @@ def load_data(folder: Path, verify: bool = True, refuse_shared: bool = True) -> 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a data folder, if there is one of a known format."""
     path = folder / MANIFEST_NAME
-    try:
-        if path.stat().st_size > MAX_MANIFEST_BYTES:
-            raise DataError(f"{path}: over {MAX_MANIFEST_BYTES} bytes, not a manifest")
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DataError(f"{path}: no finished data folder here: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: invalid JSON: {error}") from error
+    manifest = read_json(path, "no finished data folder here")
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         found = manifest.get("format") if isinstance(manifest, dict) else manifest
         raise DataError(f"{path}: format is {found!r:.40}, expected {FORMAT}; build it again")
     return manifest
+
+
+def read_json(path: Path, unreadable: str) -> Any:
+    """The JSON in a manifest of believable size; `unreadable` says what it means to find none."""
+    try:
+        if path.stat().st_size > MAX_MANIFEST_BYTES:
+            raise DataError(f"{path}: over {MAX_MANIFEST_BYTES} bytes, not a manifest")
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"{path}: {unreadable}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: invalid JSON: {error}") from error
 
 
 def hash_file(path: Path) -> str:

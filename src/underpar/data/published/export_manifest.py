@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
+from underpar.data.folder import read_json
 from underpar.errors import DataError
 from underpar.run import write_atomic
 
 MANIFEST_NAME = "manifest.json"
-MAX_MANIFEST_BYTES = 1 << 26
 DATASET_VERSION = "10B"
 
 T = TypeVar("T")
@@ -107,14 +107,7 @@ def write_export_manifest(folder: Path, manifest: ExportManifest) -> None:
 def read_export_manifest(folder: Path) -> ExportManifest:
     """Read `manifest.json`, checked: types, relative paths, every dataset's tokenizer."""
     path = folder / MANIFEST_NAME
-    try:
-        if path.stat().st_size > MAX_MANIFEST_BYTES:
-            raise DataError(f"{path}: over {MAX_MANIFEST_BYTES} bytes, not a manifest")
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DataError(f"{path}: manifest cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: invalid JSON: {error}") from error
+    document = read_json(path, "manifest cannot be read")
     if not isinstance(document, dict):
         raise DataError(f"{path}: {document!r:.40} is not a manifest, expected an object")
     return _parse(_Entry(path, "", document))
