@@ -36,9 +36,10 @@ def corpus_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_recipe() -> Recipe:
-    """Tiny dimensions, the baseline's levers and a model lever."""
+    """Tiny dimensions, two layers, and levers of every stage."""
     levers = ["levers.qk_gain=true", "levers.smear.init=0.3", "levers.bigram.buckets=500"]
-    return resolve_levers(load_recipe("baseline+cpu", levers))
+    levers += [f"levers.{name}=true" for name in ("ema", "softcap", "adapt_scales")]
+    return resolve_levers(load_recipe("baseline+cpu", ["model.num_layers=2", *levers]))
 
 
 @pytest.fixture(scope="session")

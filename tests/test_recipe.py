@@ -60,7 +60,7 @@ def test_the_hash_names_the_content() -> None:
         ("model.dim=1.5", ("model.dim", "1.5")),
         ("model.dim=true", ("model.dim", "True")),
         ("model.dim=101", ("101", "divide")),
-        ("model.rope_dims=7", ("rope_dims", "7")),
+        ("model.dim=10", ("head of 5", "even")),
         ("train.budget_seconds=0", ("budget_seconds", "above 0")),
         ("train.warmdown=2", ("warmdown", "2")),
         ("data.holdout=1.0", ("holdout", "1.0")),

@@ -22,15 +22,29 @@ from underpar.levers import LEVERS, lever_module
 from underpar.model.gpt import GPT
 from underpar.quant.schemes import dequantize
 from underpar.recipe import Recipe, fields_from, nearest, require
+from underpar.seams import LeverModule
+
+
+def lever_names() -> list[str]:
+    """Every lever, in the order in which levers at one seam act."""
+    return list(LEVERS)
+
+
+def find_lever(name: str) -> LeverModule:
+    """The module of a lever; an unknown name is refused with the nearest one."""
+    require(name in LEVERS, f"unknown lever {name!r}{nearest(name, list(LEVERS))}")
+    return lever_module(name)
 
 
 def lever_settings(recipe: Recipe) -> dict[str, Any]:
     """Checked settings of every lever that the recipe names."""
     settings = {}
     for name, table in recipe.levers.items():
-        require(name in LEVERS, f"unknown lever {name!r}{nearest(name, list(LEVERS))}")
-        kind = lever_module(name).Settings
+        module = find_lever(name)
+        kind = module.Settings
         settings[name] = kind(**fields_from(kind, table, f"levers.{name}"))
+        for other in getattr(module, "NEEDS", ()):
+            require(other in recipe.levers, f"lever {name!r} does nothing without {other!r}")
     return settings
 
 
@@ -43,7 +57,9 @@ def resolve_levers(recipe: Recipe) -> Recipe:
 def plug_levers(recipe: Recipe, stage: str) -> dict[str, Any]:
     """The recipe's levers of one stage, built from their settings, by name."""
     plugged = {}
-    for name, settings in lever_settings(recipe).items():
+    given = lever_settings(recipe)
+    # The table's order, not the recipe's: it is the order in which levers at one seam act.
+    for name, settings in ((name, given[name]) for name in LEVERS if name in given):
         module = lever_module(name)
         if stage == module.STAGE:
             plugged[name] = module.plug(settings, recipe.model)

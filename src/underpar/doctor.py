@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
+from underpar.kernels.attention import available
 from underpar.runtime import Runtime
 
 OPTIONAL = {
@@ -27,6 +27,7 @@ OPTIONAL = {
 def diagnose(runtime: Runtime) -> dict[str, Any]:
     """Everything as plain values."""
     device = runtime.device
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     return {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
@@ -35,9 +36,7 @@ def diagnose(runtime: Runtime) -> dict[str, Any]:
         "device": _device_name(device),
         "ranks": runtime.world,
         "threads": torch.get_num_threads(),
-        "attention": {
-            name: probe_attention(name, device) for name in ("reference", "flash", "cudnn")
-        },
+        "attention": available(device, dtype),
         "matmul_gflops": round(matmul_speed(runtime), 1),
         "copy_gb_per_second": round(copy_speed(runtime), 1),
         "free_disk_gb": round(shutil.disk_usage(Path.cwd()).free / 1e9, 1),
@@ -56,25 +55,6 @@ def _device_name(device: torch.device) -> str:
         memory = torch.cuda.get_device_properties(device).total_memory / 1e9
         return f"{torch.cuda.get_device_name(device)}, {memory:.0f} GB"
     return f"{device.type} ({torch.backends.cpu.get_cpu_capability()})"
-
-
-def probe_attention(name: str, device: torch.device) -> str:
-    """Run a tiny attention on one backend and say whether it works: a probe, not an import."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    backends = {
-        "reference": SDPBackend.MATH,
-        "flash": SDPBackend.FLASH_ATTENTION,
-        "cudnn": SDPBackend.CUDNN_ATTENTION,
-    }
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    q = torch.zeros(1, 1, 16, 64, dtype=dtype, device=device)
-    try:
-        with sdpa_kernel(backends[name]):
-            F.scaled_dot_product_attention(q, q, q, is_causal=True)
-    except RuntimeError:
-        return "no"
-    return "yes"
 
 
 def matmul_speed(runtime: Runtime) -> float:

@@ -49,10 +49,8 @@ class ModelSpec:
     num_heads: int = 8
     num_kv_heads: int = 4
     mlp_dim: int = 2048
-    rope_dims: int = 16
     rope_base: float = 10_000.0
     softcap: float = 30.0
-    mlp_slope: float = 0.5
     context: int = 2048
     embed_std: float = 0.005
 
@@ -66,8 +64,9 @@ class ModelSpec:
             f"{self.num_kv_heads}: each must divide the one before",
         )
         require(
-            self.rope_dims % 2 == 0 and 0 <= self.rope_dims <= self.head_dim,
-            f"model.rope_dims = {self.rope_dims}: expected an even number up to {self.head_dim}",
+            self.head_dim % 2 == 0,
+            f"model.dim = {self.dim}, num_heads = {self.num_heads}: a head of {self.head_dim} "
+            "channels cannot be rotated in pairs; make it even",
         )
         require(self.softcap > 0, f"model.softcap = {self.softcap}: expected more than 0")
 

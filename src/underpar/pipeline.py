@@ -35,6 +35,7 @@ from underpar.data.shards import Shard
 from underpar.data.tokens.tokenizer import Tokenizer, read_model
 from underpar.errors import ArtifactError, RecipeError, RunError
 from underpar.infer.predictor import Predictor
+from underpar.kernels.attention import backend_of
 from underpar.quant.rules import quantize_model
 from underpar.recipe import Recipe
 from underpar.run import RunFolder, write_atomic, write_json
@@ -128,6 +129,8 @@ def _begin_run(
             "num_weights": sum(torch.Size(s).numel() for s in weight_shapes(recipe).values()),
             "device": device_name(runtime.device),
             "ranks": runtime.world,
+            "attention": backend_of(runtime.device, runtime.dtype),
+            "compiled": runtime.compiled,
             "versions": versions(),
         },
     )

@@ -35,11 +35,20 @@ class Runtime:
     device: torch.device
     rank: int = 0
     world: int = 1
+    compiled: bool = False
+    """Whether training compiles its graph."""
 
     @property
     def is_main(self) -> bool:
         """True on the rank that writes files and prints."""
         return self.rank == 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The precision that products of training run in."""
+        import torch
+
+        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
     def synchronize(self) -> None:
         """Wait for the device, so that a clock reads finished work."""
@@ -49,8 +58,11 @@ class Runtime:
             torch.cuda.synchronize(self.device)
 
 
-def open_runtime(device: str = "auto") -> Runtime:
-    """Runtime from torchrun's variables and the wanted device ('auto', 'cpu', 'cuda', 'mps')."""
+def open_runtime(device: str = "auto", compiled: bool | None = None) -> Runtime:
+    """Runtime from torchrun's variables and the wanted device ('auto', 'cpu', 'cuda', 'mps').
+
+    Unless said, a GPU compiles and nothing else does.
+    """
     import torch
 
     rank = int(os.environ.get("RANK", "0"))
@@ -69,7 +81,8 @@ def open_runtime(device: str = "auto") -> Runtime:
     if device == "cuda":
         torch.cuda.set_device(local)
     where = f"cuda:{local}" if device == "cuda" else device
-    return Runtime(torch.device(where), rank, world)
+    compiled = device == "cuda" if compiled is None else compiled
+    return Runtime(torch.device(where), rank, world, compiled)
 
 
 @contextmanager

@@ -7,20 +7,79 @@ is a list resolved once when the model is built; an empty one costs nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
+
+from underpar.parts import require
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
     from torch import Tensor
 
-    from underpar.recipe import ModelSpec
+    from underpar.parts import ModelSpec
 
 # The token that begins every document, in every tokenizer here.
 BOS_ID = 1
 
-MODEL_SEAMS = ("embed", "qkv", "attn_out", "logits")
+# Lists: every lever that has the method is called, in the order of the lever table.
+MODEL_SEAMS = (
+    "progress",
+    "order",
+    "embed",
+    "stem",
+    "before",
+    "mix",
+    "normed",
+    "qkv",
+    "reach",
+    "attn_out",
+    "mlp_out",
+    "branch",
+    "after",
+    "finish",
+)
+# Places for one lever at a time: it replaces what the baseline does there.
+SINGLE_SEAMS = ("frequencies", "activate", "cap")
+
+
+def check_layers(lever: str, layers: tuple[int, ...], spec: ModelSpec) -> tuple[int, ...]:
+    """`layers` as given, once the model is known to have them."""
+    for layer in layers:
+        require(
+            0 <= layer < spec.num_layers,
+            f"levers.{lever}: layer {layer} is not one of 0 to {spec.num_layers - 1}",
+        )
+    return layers
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One application of a block: a step of the plan."""
+
+    slot: int
+    """Place in the plan; keys and values are cached by it."""
+    layer: int
+    repeat: int
+    """Earlier visits of the same layer."""
+    site: int
+    """Place among the repeated visits; -1 on a first visit."""
+    decoder: int
+    """Place in the second half of the plan; -1 in the first."""
+
+
+@dataclass
+class Stream:
+    """What flows through the blocks in one forward pass."""
+
+    x: Tensor  # (N, dim), what the next block reads
+    start: Tensor  # (N, dim), what the first block read
+    tokens: Tensor  # (N,)
+    past: Past
+    angles: tuple[Tensor, Tensor]  # cosines and sines of the rotary positions
+    kept: dict[str, Any] = field(default_factory=dict)
+    """What levers carry from one visit to later ones, each under its own name."""
 
 
 class LeverModule(Protocol):
@@ -28,6 +87,10 @@ class LeverModule(Protocol):
 
     STAGE: str
     Settings: type
+
+    # Optional: NEEDS, names of levers without which this one does nothing; NEUTRAL, the settings
+    # that equal the stack without it, for a lever that has no parameters; TINY, settings that show
+    # in a model of cpu size, where the defaults would not.
 
     def plug(self, settings: Any, spec: ModelSpec) -> Any:
         """The object whose methods are the hooks."""
@@ -56,8 +119,16 @@ class TextTransform(Protocol):
 class Past(Protocol):
     """Earlier tokens, wherever they live: in the same flat pack, or in a cache of lanes."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Causal attention of q (N, H, D) over the keys and values (N, K, D) so far."""
+    context: int
+    """Tokens at which a piece is cut."""
+    positions: Tensor
+    """(N,) place of each token in its piece."""
+
+    def attend(self, slot: int, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+        """Causal attention of q (N, H, D) over the keys and values (N, K, D) of this slot so far.
+
+        With a `window` above 0 a token sees that many tokens before it, and itself.
+        """
 
     def previous(self, name: str, x: Tensor) -> Tensor:
         """x (N, ...) one token earlier, zeros where there is none; `name` is the caller's own.
@@ -66,23 +137,94 @@ class Past(Protocol):
         """
 
 
+class Branches(Protocol):
+    """A block as a wiring sees it: what it adds to the stream, not how."""
+
+    def mix(self, x: Tensor, stream: Stream) -> Tensor:
+        """What the block starts from, given the stream x (N, dim)."""
+
+    def attend(self, x: Tensor, visit: Visit, stream: Stream) -> Tensor:
+        """What attention adds (N, dim), reading x."""
+
+    def think(self, x: Tensor) -> Tensor:
+        """What the MLP adds (N, dim), reading x."""
+
+
 class ModelHook(Protocol):
     """Model stage: an nn.Module with any of these, applied to each token on its own.
 
-    Tensors are flat: tokens first. The same hooks run in training, scoring and stepping.
+    Tensors are flat, tokens first, and may be half precision: cast your parameters to theirs. The
+    same hooks run in training, scoring and stepping. A hook that looks back asks `stream.past`.
     """
 
-    def embed(self, x: Tensor, tokens: Tensor, past: Past) -> Tensor:
-        """Change the embedded tokens (N, dim)."""
+    def progress(self, p: float) -> None:
+        """Training is at p (0 to 1) of its budget; scoring is always at 1."""
 
-    def qkv(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def order(self, layers: tuple[int, ...]) -> tuple[int, ...]:
+        """Change the order in which layers are visited; every layer stays in it."""
+
+    def frequencies(self, context: int) -> Tensor:
+        """Rotary frequencies (dims / 2,): the first `dims` channels of a head are rotated."""
+
+    def embed(self, x: Tensor, tokens: Tensor, past: Past) -> Tensor:
+        """Change the embedded tokens (N, dim) before they are normed."""
+
+    def stem(self, x: Tensor, tokens: Tensor, past: Past) -> Tensor:
+        """Change the normed embeddings (N, dim), which become the stream and its start."""
+
+    def before(self, visit: Visit, stream: Stream) -> None:
+        """Change the stream before a visit."""
+
+    def wires(self, layer: int) -> bool:
+        """True where `wire` replaces the block's own order of attention and MLP."""
+
+    def wire(self, block: Branches, visit: Visit, stream: Stream) -> None:
+        """Visit a block in another way than attention first, MLP second."""
+
+    def mix(self, layer: int, x: Tensor, stream: Stream) -> Tensor:
+        """Change what the block starts from (N, dim)."""
+
+    def normed(self, layer: int, x: Tensor) -> Tensor:
+        """Change the normed input (N, dim) of attention and of the MLP."""
+
+    def qkv(
+        self, visit: Visit, q: Tensor, k: Tensor, v: Tensor, stream: Stream
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Change queries (N, H, D), keys and values (N, K, D) after norm and rotation."""
 
-    def attn_out(self, layer: int, y: Tensor, x: Tensor, v: Tensor) -> Tensor:
-        """Change the heads' output y (N, H, D), given the block's normed input x (N, dim)."""
+    def reach(self, layer: int) -> int:
+        """Tokens before its own that a layer sees; 0 for all. Asked once, at the start."""
 
-    def logits(self, logits: Tensor) -> Tensor:
-        """Change the capped logits (N, V)."""
+    def attn_out(self, layer: int, y: Tensor, x: Tensor, v: Tensor) -> Tensor:
+        """Change the heads' output y (N, H, D), given attention's input x (N, dim) and values."""
+
+    def activate(self, x: Tensor) -> Tensor:
+        """The MLP's nonlinearity, in place of the squared ReLU."""
+
+    def mlp_out(self, layer: int, y: Tensor, x: Tensor) -> Tensor:
+        """Change the MLP's output y (N, dim), given its input x (N, dim)."""
+
+    def branch(self, layer: int, y: Tensor) -> Tensor:
+        """Change what attention or the MLP is about to add to the stream."""
+
+    def after(self, visit: Visit, x_in: Tensor, stream: Stream) -> None:
+        """Change the stream after a visit; x_in (N, dim) is what it was just before it."""
+
+    def finish(self, stream: Stream) -> None:
+        """Change the stream after the last visit."""
+
+    def cap(self, logits: Tensor) -> Tensor:
+        """Cap the raw logits (N, V), in place of the constant soft cap."""
+
+    def neutral_(self) -> None:
+        """Set the parameters with which the model equals the one without this lever."""
+
+    def agree_(self, blocks: Sequence[Any], plain: Sequence[Any]) -> None:
+        """Where no parameters of its own make a lever neutral: what these blocks, and those of the
+        plain stack, need besides."""
+
+    def dead(self, plan: Sequence[Visit]) -> dict[str, Tensor]:
+        """Parameter -> mask of elements that this plan never uses, so no gradient reaches them."""
 
 
 class Averager(Protocol):

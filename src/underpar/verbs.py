@@ -18,6 +18,7 @@ from underpar.data.folder import load_data
 from underpar.data.published.exchange import ImportOptions, import_published
 from underpar.data.sources.fetch import FetchOptions, FetchSummary, fetch
 from underpar.errors import UnderparError
+from underpar.kernels.attention import backend_of
 from underpar.recipe import Recipe, TrainPart
 from underpar.run import RunFolder, write_atomic
 from underpar.runtime import Runtime
@@ -98,11 +99,14 @@ def train(
     """Train to the end of the budget, or to a signal; both leave a checkpoint."""
     last: dict[str, Any] = {}
     resumed = folder.checkpoint_file.exists()
+    attention = backend_of(runtime.device, runtime.dtype)
     with progress_bar("train", 1, quiet or not runtime.is_main) as bar:
 
         def show(line: dict[str, Any]) -> None:
-            if resumed and not last and not quiet:
-                ERR.print(f"continuing {folder.path} at step {line['step']}", markup=False)
+            if not last and not quiet:
+                if resumed:
+                    ERR.print(f"continuing {folder.path} at step {line['step']}", markup=False)
+                ERR.print(f"attention: {attention}", markup=False)
             last.update(line)
             spent = spent_share(recipe.train, line)
             remark = f"step {line['step']:,}, loss {line['loss']:.3f}, {_speed(line):,.0f} tokens/s"
@@ -110,6 +114,7 @@ def train(
 
         finished = pipeline.train_run(recipe, data, folder, runtime, show)
     summary = {"finished": finished, "run": str(folder.path), "recipe_hash": recipe.hash}
+    summary |= {"attention": attention, "compiled": runtime.compiled}
     return summary | {k: last[k] for k in ("step", "tokens", "seconds", "loss") if k in last}
 
 

@@ -80,7 +80,7 @@ def test_ten_million_symbols(freqs: list[int]) -> None:
 
 @pytest.mark.parametrize(
     ("num_symbols", "num_lanes"),
-    [(0, 1), (8192, 1), (16_383, 1), (16_384, 2), (28_000, 2), (1 << 20, 128), (10**8, 1024)],
+    [(0, 1), (1023, 1), (1024, 2), (65_535, 64), (65_536, 8), (1 << 20, 128), (10**8, 1024)],
 )
 def test_lane_count_follows_the_length(num_symbols: int, num_lanes: int) -> None:
     assert rans.choose_num_lanes(num_symbols) == num_lanes

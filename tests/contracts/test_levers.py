@@ -2,48 +2,44 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
+from lever_stacks import (
+    ALL,
+    CPU,
+    MODEL,
+    batch_of,
+    groups_of,
+    randomized,
+    stack_with,
+    stack_without,
+)
 from underpar import pipeline
 from underpar.build import build_model, plug_levers, resolve_levers
-from underpar.data.loader import Batch, pack_documents
+from underpar.data.loader import Batch
 from underpar.infer.predictor import Predictor
-from underpar.levers import LEVERS, lever_module
+from underpar.levers import lever_module
 from underpar.model.gpt import GPT
-from underpar.quant.rules import match_rules
+from underpar.quant.rules import match_rules, quantize_model
 from underpar.recipe import Recipe, load_recipe
 from underpar.run import RunFolder
 from underpar.runtime import Runtime
 from underpar.seams import LeverModule
 from underpar.train.checkpoint import read_tensors
-from underpar.train.groups import group_parameters
+from underpar.train.groups import group_of, group_parameters
+from underpar.train.step import mean_loss
 
-ALL = list(LEVERS)
-MODEL = [name for name in ALL if lever_module(name).STAGE == "model"]
+# Largest difference in nats between two ways to compute the same prices, fp32.
+TOLERANCE = 1e-4
 
-
-def recipe_with(name: str) -> Recipe:
-    return load_recipe("cpu", [f"levers.{name}=true", "quant.rules=['*.weight int6', '* fp16']"])
-
-
-def randomized(recipe: Recipe) -> GPT:
-    torch.manual_seed(0)
-    model = build_model(recipe)
-    for name, parameter in model.named_parameters():
-        if parameter.ndim > 1 or name.startswith("levers."):
-            nn.init.normal_(parameter, std=0.3)
-    return model
-
-
-def batch_of(lengths: list[int], context: int, seed: int = 0) -> Batch:
-    rng = np.random.default_rng(seed)
-    docs = [np.append(1, rng.integers(4, 500, n)) for n in lengths]
-    return pack_documents(docs, 1, context)[0]
+# Model levers in few stacks; the others one by one, as some exclude each other.
+SMALL_STACKS = groups_of(MODEL) + [(name,) for name in ALL if name not in MODEL]
 
 
 @pytest.fixture(params=ALL)
@@ -56,8 +52,12 @@ def lever(name: str) -> LeverModule:
     return lever_module(name)
 
 
+def log_probs(model: GPT, batch: Batch) -> torch.Tensor:
+    return Predictor(model, CPU, []).log_probs(batch)
+
+
 def test_a_lever_says_what_it_is(lever: LeverModule) -> None:
-    doc = lever.__doc__ or ""
+    doc = " ".join((lever.__doc__ or "").split())
     assert "Source:" in doc
     assert "Legal:" in doc
     assert any(mark in doc for mark in ("PR ", "arXiv"))
@@ -65,79 +65,167 @@ def test_a_lever_says_what_it_is(lever: LeverModule) -> None:
     assert lever.Settings() == lever.Settings()
 
 
-def test_a_lever_trains_packs_and_scores(
+@pytest.mark.parametrize("names", SMALL_STACKS, ids=lambda names: f"{len(names)}-{names[0]}")
+def test_levers_train_pack_and_score(
+    names: tuple[str, ...], data_for: Callable[[Recipe], Path], tmp_path: Path, runtime: Runtime
+) -> None:
+    train_pack_score(names, data_for, tmp_path, runtime)
+
+
+@pytest.mark.slow
+def test_a_lever_trains_packs_and_scores_alone(
     name: str, data_for: Callable[[Recipe], Path], tmp_path: Path, runtime: Runtime
 ) -> None:
-    recipe = load_recipe("cpu", [f"levers.{name}=true", "train.budget_steps=3"])
+    train_pack_score((name,), data_for, tmp_path, runtime)
+
+
+def train_pack_score(
+    names: tuple[str, ...], data_for: Callable[[Recipe], Path], path: Path, runtime: Runtime
+) -> None:
+    short = ["train.budget_steps=2", "train.num_micro_batches=1", "train.micro_batch_tokens=256"]
+    levers = stack_with(*names).levers
+    recipe = replace(load_recipe("cpu", short), levers=levers)
     data = data_for(recipe)
-    folder = RunFolder(tmp_path / "run")
+    folder = RunFolder(path / "run")
     assert pipeline.train_run(recipe, data, folder, runtime)
     pipeline.pack_run(folder)
     score = pipeline.score_artifact(folder.artifact_file, data, runtime).score
     assert np.isfinite(score.bpb)
-    assert plug_levers(recipe, lever_module(name).STAGE)[name] is not None
+    for name in names:
+        assert plug_levers(recipe, lever_module(name).STAGE)[name] is not None
 
 
 @pytest.mark.parametrize("name", MODEL)
 def test_model_levers_are_causal_and_keep_documents_apart(name: str) -> None:
-    model = randomized(recipe_with(name))
-    predictor = Predictor(model, torch.device("cpu"), [])
-    lengths = [30, 40]
-    whole = predictor.log_probs(batch_of(lengths, predictor.context))
-    batch = batch_of(lengths, predictor.context)
+    model = randomized(stack_with(name))
+    batch = batch_of([30, 40], 128)
+    whole = log_probs(model, batch)
     other = Batch(batch.inputs.clone(), batch.targets, batch.segments)
     other.inputs[50:] = (other.inputs[50:] + 7) % 500
-    changed = predictor.log_probs(other)
+    changed = log_probs(model, other)
     assert torch.equal(changed[:50], whole[:50])
     assert not torch.equal(changed[50:], whole[50:])
     other.inputs[:31] = (other.inputs[:31] + 3) % 500
-    assert torch.equal(predictor.log_probs(other)[31:50], whole[31:50])
+    assert torch.equal(log_probs(model, other)[31:50], whole[31:50])
+
+
+@pytest.mark.parametrize("name", MODEL)
+def test_a_lever_changes_the_network(name: str) -> None:
+    with_lever, without = randomized(stack_with(name)), randomized(stack_without(name))
+    share_weights(with_lever, without)
+    batch = batch_of([60], 128)
+    assert not torch.allclose(log_probs(with_lever, batch), log_probs(without, batch))
 
 
 @pytest.mark.parametrize("name", MODEL)
 def test_the_neutral_state_is_the_model_without_the_lever(name: str) -> None:
-    with_lever = randomized(recipe_with(name))
-    module: object = with_lever.levers[name]
-    module.neutral_()  # type: ignore[attr-defined]
-    without = randomized(load_recipe("cpu"))
-    shared = {k: v for k, v in with_lever.state_dict().items() if not k.startswith("levers.")}
-    without.load_state_dict(shared)
+    module: Any = lever_module(name)
+    with_lever = randomized(stack_with(name, settings=getattr(module, "NEUTRAL", None)))
+    without = randomized(stack_without(name))
+    share_weights(with_lever, without)
+    lever: Any = with_lever.levers[name]
+    assert hasattr(module, "NEUTRAL") or hasattr(lever, "neutral_")
+    if hasattr(lever, "neutral_"):
+        lever.neutral_()
+    if hasattr(lever, "agree_"):
+        lever.agree_(with_lever.blocks, without.blocks)
     batch = batch_of([25, 60], 128)
-    ours, theirs = (
-        Predictor(m, torch.device("cpu"), []).log_probs(batch) for m in (with_lever, without)
-    )
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    ours, theirs = log_probs(with_lever, batch), log_probs(without, batch)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=TOLERANCE)
+
+
+def share_weights(source: GPT, target: GPT) -> None:
+    """Give `target` those weights of `source` that it has."""
+    weights = source.state_dict()
+    target.load_state_dict({name: weights[name] for name in target.state_dict()})
 
 
 @pytest.mark.parametrize("name", MODEL)
-def test_model_levers_are_grouped_quantized_and_reached_by_gradients(name: str) -> None:
-    recipe = recipe_with(name)
+def test_every_parameter_is_grouped_quantized_and_packed(name: str) -> None:
+    recipe = stack_with(name)
     model = randomized(recipe)
-    own = {n for n, _ in model.named_parameters() if n.startswith(f"levers.{name}.")}
-    assert own
-    grouped = {n for members in group_parameters(model).values() for n in members}
-    assert own <= grouped
+    own = {n for n, _ in model.named_parameters() if n.startswith("levers.")}
+    trained = {n for n, p in model.named_parameters() if p.requires_grad}
+    groups = [set(members) for members in group_parameters(model).values()]
+    assert own & trained <= set().union(*groups)
+    assert sum(len(g) for g in groups) == len(trained)
     assert own <= set(match_rules(list(model.state_dict()), recipe.quant.rules))
-    from underpar.train.step import mean_loss
+    weights = {n: t.numpy() for n, t in model.state_dict().items()}
+    assert set(quantize_model(weights, recipe.quant.rules)) == set(weights)
 
-    mean_loss(model, batch_of([40], 128)).backward()
-    dead = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()]
-    assert dead == []
+
+@pytest.mark.parametrize("name", MODEL)
+def test_gradient_reaches_every_element_that_is_not_dead_by_layout(name: str) -> None:
+    model = randomized(stack_with(name)).train()
+    mean_loss(model, batch_of([90, 60], 128)).backward()
+    lever: Any = model.levers[name]
+    dead = lever.dead(model.plan) if hasattr(lever, "dead") else {}
+    for full, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        assert parameter.grad is not None, full
+        assert parameter.grad.any(), full
+        own = full.removeprefix(f"levers.{name}.")
+        if own == full:
+            continue
+        still = parameter.grad == 0
+        if group_of(full, parameter) == "embed":
+            # Rows of tokens that the batch does not hold get nothing; every channel gets some.
+            still = still.all(dim=0)
+        assert torch.equal(still, dead.get(own, torch.zeros_like(still))), full
 
 
 @pytest.mark.parametrize("name", MODEL)
 def test_stepping_equals_pricing_with_the_lever(name: str) -> None:
-    predictor = Predictor(randomized(recipe_with(name)), torch.device("cpu"), [])
+    predictor = Predictor(randomized(stack_with(name)), CPU, [])
     batch = batch_of([150], predictor.context)
     priced = predictor.nll(batch)
     stepper = predictor.stepper(1)
     for t in range(len(batch.inputs)):
         stepped = -stepper.step(batch.inputs[t : t + 1])[0, batch.targets[t]]
-        assert abs(float(stepped - priced[t])) < 1e-4
+        assert abs(float(stepped - priced[t])) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", MODEL)
+def test_the_stream_stays_half_precision_under_autocast(name: str) -> None:
+    model = build_model(stack_with(name))
+    kinds = []
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda _, args: kinds.append(args[1].x.dtype))
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        hidden = Predictor(model, CPU, [])._hidden(batch_of([20], 128))
+    assert {hidden.dtype, *kinds} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("names", groups_of(MODEL), ids=lambda names: f"{len(names)}-{names[0]}")
+def test_compiled_equals_eager(names: tuple[str, ...]) -> None:
+    compare_compiled(names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODEL)
+def test_compiled_equals_eager_alone(name: str) -> None:
+    compare_compiled((name,))
+
+
+def compare_compiled(names: tuple[str, ...]) -> None:
+    model = randomized(stack_with(*names)).train()
+    batch = batch_of([25, 60], 128)
+    compiled = torch.compile(mean_loss, backend="aot_eager", fullgraph=True, dynamic=False)
+    losses, grads = [], []
+    for loss_of in (mean_loss, compiled):
+        model.zero_grad()
+        losses.append(loss_of(model, batch))
+        losses[-1].backward()
+        grads.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+    torch._dynamo.reset()
+    torch.testing.assert_close(losses[0], losses[1], rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-3, atol=TOLERANCE)
 
 
 def test_an_average_is_what_gets_packed(tiny_data: Path, tmp_path: Path, runtime: Runtime) -> None:
-    recipe = load_recipe("cpu", ["levers.ema=true", "train.budget_steps=3"])
+    short = ["model.num_layers=2", "levers.ema=true", "train.budget_steps=3"]
+    recipe = load_recipe("cpu", short)
     folder = RunFolder(tmp_path)
     pipeline.train_run(recipe, tiny_data, folder, runtime)
     weights, _ = read_tensors(folder.weights_file)

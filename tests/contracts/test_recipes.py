@@ -1,15 +1,36 @@
-"""Every shipped recipe builds at full size and trains at cpu size."""
+"""Every shipped recipe builds at full size and trains at cpu size, with every lever at work."""
 
+import math
+import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from lever_stacks import CPU, batch_of, randomized
 from underpar import pipeline
-from underpar.build import plug_levers, weight_shapes
+from underpar.build import build_model, plug_levers, resolve_levers, weight_shapes
+from underpar.data.folder import load_data
+from underpar.infer.predictor import Predictor
+from underpar.model.gpt import GPT
 from underpar.recipe import Recipe, list_recipes, load_recipe
 from underpar.run import RunFolder
 from underpar.runtime import Runtime
+from underpar.seams import MODEL_SEAMS, SINGLE_SEAMS
+from underpar.train.loop import Trainer
+from underpar.train.step import compile_loss, mean_loss
+
+# As published.
+NUM_PARAMETERS = {
+    "pr2014": 35_945_673,
+    "pr2135": 35_945_673,
+    "pr1894": 35_947_108,
+    "pr1219": 30_125_660,
+}
+STEPS = 8
 
 
 @pytest.mark.parametrize("name", list(list_recipes()))
@@ -20,13 +41,134 @@ def test_full_size_builds(name: str) -> None:
         plug_levers(recipe, stage)
 
 
-@pytest.mark.parametrize("name", list(list_recipes()))
-def test_cpu_size_trains_and_fits(
-    name: str, data_for: Callable[[Recipe], Path], tmp_path: Path, runtime: Runtime
+@pytest.mark.parametrize(("name", "expected"), list(NUM_PARAMETERS.items()))
+def test_published_systems_have_the_published_number_of_parameters(
+    name: str, expected: int
 ) -> None:
-    recipe = load_recipe(f"{name}+cpu", ["train.budget_steps=8"])
-    folder = RunFolder(tmp_path)
-    assert pipeline.train_run(recipe, data_for(recipe), folder, runtime)
+    shapes = weight_shapes(load_recipe(name))
+    assert sum(math.prod(shape) for shape in shapes.values()) == expected
+
+
+def test_the_small_tokenizer_of_pr1219_is_trained_here(data_for: Callable[[Recipe], Path]) -> None:
+    assert load_data(data_for(load_recipe("pr1219"))).tokenizer.vocab_size == 1024
+
+
+def test_the_baseline_has_no_levers() -> None:
+    assert load_recipe("baseline").levers == {}
+
+
+@pytest.fixture(params=list(list_recipes()), scope="module")
+def trained(
+    request: pytest.FixtureRequest,
+    data_for: Callable[[Recipe], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+    runtime: Runtime,
+) -> tuple[Trainer, Counter[str], dict[str, torch.Tensor]]:
+    """A finished trainer at cpu size, calls by lever, and the weights it began with."""
+    overrides = [f"train.budget_steps={STEPS}"]
+    if "window" in load_recipe(request.param).levers:
+        overrides.append("levers.window.size=32")
+    recipe = resolve_levers(load_recipe(f"{request.param}+cpu", overrides))
+    data = data_for(recipe)
+    folder = RunFolder(tmp_path_factory.mktemp("runs") / request.param)
+    trainer = pipeline.make_trainer(recipe, load_data(data), folder, runtime)
+    pipeline._begin_run(trainer.folder, recipe, data, load_data(data), runtime)
+    calls = count_calls(trainer.model)
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    assert trainer.run()
+    return trainer, calls, before
+
+
+def count_calls(model: GPT) -> Counter[str]:
+    """Calls of each lever's hooks from here on, as 'lever.seam'."""
+    calls: Counter[str] = Counter()
+    names = {id(lever): name for name, lever in model.levers.items()}
+
+    def counted(hook: Any) -> Any:
+        key = f"{names[id(hook.__self__)]}.{hook.__name__}"
+
+        def call(*args: Any) -> Any:
+            calls[key] += 1
+            return hook(*args)
+
+        return call
+
+    for seam in MODEL_SEAMS:
+        setattr(model.hooks, seam, [counted(hook) for hook in getattr(model.hooks, seam)])
+    for seam in SINGLE_SEAMS:
+        if hook := getattr(model.hooks, seam):
+            setattr(model.hooks, seam, counted(hook))
+    for block in model.blocks:
+        if block.wiring:
+            block.wiring = counted(block.wiring)
+        if block.attn.window:
+            # Asked for its reach when the model was built.
+            calls["window.reach"] += 1
+    return calls
+
+
+def test_cpu_size_trains_with_every_lever_at_work(
+    trained: tuple[Trainer, Counter[str], dict[str, torch.Tensor]],
+) -> None:
+    trainer, calls, before = trained
+    model = trainer.model
+    assert {key.split(".")[0] for key in calls} == set(model.levers)
+    levers = model.levers
+    assert ("loop" in levers) == (len(model.plan) > model.spec.num_layers)
+    if "lanes" in levers:
+        assert calls["lanes.wire"] > 0 and calls["lanes.finish"] > 0
+    for name, parameter in model.named_parameters():
+        moved = not torch.equal(parameter, before[name])
+        assert moved == parameter.requires_grad, name
+
+
+def test_cpu_size_learns_and_fits(
+    trained: tuple[Trainer, Counter[str], dict[str, torch.Tensor]],
+) -> None:
+    folder = trained[0].folder
     losses = [m["loss"] for m in folder.metrics()]
     assert losses[-1] < losses[0]
-    assert pipeline.pack_run(folder).total_bytes <= recipe.limits.cap_bytes
+    assert pipeline.pack_run(folder).total_bytes <= folder.read_recipe().limits.cap_bytes
+
+
+@pytest.mark.parametrize("name", list(NUM_PARAMETERS))
+def test_lanes_step_as_documents_are_priced(name: str) -> None:
+    small = ["levers.window.size=32"] if name == "pr1219" else []
+    predictor = Predictor(randomized(load_recipe(f"{name}+cpu", small)), CPU, [])
+    # Two lanes; the first takes up a second document where its first one ends.
+    lanes = [[40, 60], [101]]
+    priced = [[predictor.nll(batch_of([n], 128, seed=n)) for n in lane] for lane in lanes]
+    streams = [[batch_of([n], 128, seed=n) for n in lane] for lane in lanes]
+    inputs = [torch.cat([b.inputs for b in lane]) for lane in streams]
+    targets = [torch.cat([b.targets for b in lane]) for lane in streams]
+    stepper = predictor.stepper(2)
+    for t in range(102):
+        stepper.reset(torch.tensor([t == 41, False]))
+        log_probs = stepper.step(torch.stack([lane[t] for lane in inputs]))
+        for lane, nats in enumerate(priced):
+            stepped = -log_probs[lane, targets[lane][t]]
+            assert abs(float(stepped - torch.cat(nats)[t])) < 1e-4
+
+
+def test_the_loop_is_off_first_and_on_later() -> None:
+    model = build_model(load_recipe("pr1894+cpu"))
+    lengths = []
+    for p in (0.0, 0.41, 0.42, 1.0):
+        model.set_progress(p)
+        lengths.append(len(model.plan))
+    assert lengths == [11, 11, 17, 17]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("cc"), reason="inductor needs a C compiler")
+def test_inductor_equals_eager_on_pr2014() -> None:
+    model = randomized(load_recipe("pr2014+cpu")).train()
+    batch = batch_of([25, 60], 128)
+    results = []
+    for loss_of in (mean_loss, compile_loss()):
+        model.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        results.append((loss, [p.grad for p in model.parameters() if p.grad is not None]))
+    torch._dynamo.reset()
+    torch.testing.assert_close(results[0], results[1], rtol=1e-3, atol=1e-4)

@@ -77,9 +77,11 @@ def test_the_whole_road(corpus_file: Path, tmp_path: Path) -> None:
     sizes = ("--recipe", "baseline+cpu")
     assert run_json("data", "build", corpus_file, "--out", data, *sizes)["format"] == 2
     assert "val" in run_json("data", "inspect", data)
-    steps = ("--set", "train.budget_steps=6")
+    sets = ("train.budget_steps=6", "model.num_layers=2", "levers.adapt_scales=true")
+    steps = [word for value in sets for word in ("--set", value)]
     trained = run_json("train", "baseline+cpu", "--data", data, "--out", folder, *steps)
     assert (trained["finished"], trained["step"]) == (True, 6)
+    assert trained["attention"] == "sdpa"
     packed = run_json("pack", folder)
     artifact = folder / "model.upar"
     assert packed["model_file_bytes"] == artifact.stat().st_size

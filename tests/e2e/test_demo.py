@@ -13,7 +13,7 @@ from underpar.recipe import load_recipe
 from underpar.run import RunFolder, write_json
 
 SMALL = ["train.budget_seconds=0", "train.budget_steps=5", "model.num_layers=1", "model.dim=64"]
-SMALL += ["model.num_heads=2", "model.num_kv_heads=1", "model.mlp_dim=64", "model.rope_dims=8"]
+SMALL += ["model.num_heads=2", "model.num_kv_heads=1", "model.mlp_dim=64"]
 
 
 def test_a_small_demo_runs_every_stage(tmp_path: Path) -> None:

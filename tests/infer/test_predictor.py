@@ -92,7 +92,9 @@ def test_adapting_changes_the_scales_and_nothing_else(
     predictor.adapt(batch)
     after = predictor.model.state_dict()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
-    scales = {n for n in before if n == "softcap" or n.endswith(("attn_scale", "mlp_scale"))}
+    ends = ("cap_both", "attn_scale", "mlp_scale")
+    scales = {n for n in before if n.endswith(ends)}
+    assert len(scales) == 1 + 2 * predictor.model.spec.num_layers
     assert changed == scales
 
 

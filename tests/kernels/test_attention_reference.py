@@ -1,72 +1,60 @@
-"""Packed attention against the plainest loop that can be written."""
+"""The definition of packed attention against the plainest loop that can be written."""
 
 import math
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
-import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from underpar.kernels.attention import Pack, attend_packed
+from underpar.kernels.attention import attend
+from underpar.kernels.attention.reference import band
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, cu: list[int]) -> Tensor:
-    return attend_packed(q, k, v, Pack.from_boundaries(torch.tensor(cu)))
-
-
-def attend_slowly(q: Tensor, k: Tensor, v: Tensor, cu: list[int]) -> Tensor:
+def attend_slowly(q: Tensor, k: Tensor, v: Tensor, cu: list[int], window: int) -> Tensor:
     out = torch.empty_like(q)
     group = q.size(1) // k.size(1)
     for begin, end in pairwise(cu):
         for head in range(q.size(1)):
-            keys, values = k[begin:end, head // group], v[begin:end, head // group]
-            for i in range(end - begin):
-                scores = keys[: i + 1] @ q[begin + i, head] / math.sqrt(q.size(2))
-                out[begin + i, head] = scores.softmax(0) @ values[: i + 1]
+            for i in range(begin, end):
+                first = max(begin, i - window) if window else begin
+                keys, values = (t[first : i + 1, head // group] for t in (k, v))
+                scores = keys @ q[i, head] / math.sqrt(q.size(2))
+                out[i, head] = scores.softmax(0) @ values
     return out
 
 
 @settings(max_examples=25, deadline=None)
 @given(
-    st.lists(st.integers(1, 70), min_size=1, max_size=4), st.sampled_from([(4, 2), (3, 3), (4, 1)])
+    st.lists(st.integers(0, 24), min_size=1, max_size=4).filter(any),
+    st.sampled_from([(4, 2), (3, 3), (4, 1)]),
+    st.sampled_from([0, 1, 2, 7, 100]),
 )
-def test_packed_equals_the_loop(lengths: list[int], heads: tuple[int, int]) -> None:
+def test_the_definition_equals_the_loop(
+    lengths: list[int], heads: tuple[int, int], window: int
+) -> None:
     torch.manual_seed(sum(lengths))
-    cu = [0, *np.cumsum(lengths).tolist()]
-    q = torch.randn(cu[-1], heads[0], 6)
-    k, v = torch.randn(2, cu[-1], heads[1], 6)
-    out = attend(q, k, v, cu)
-    torch.testing.assert_close(out, attend_slowly(q, k, v, cu), rtol=1e-4, atol=1e-5)
+    cu = [0, *accumulate(lengths)]
+    q = torch.randn(cu[-1], heads[0], 6, dtype=torch.float64)
+    k, v = torch.randn(2, cu[-1], heads[1], 6, dtype=torch.float64)
+    cuts = torch.tensor(cu, dtype=torch.int32)
+    out = attend(q, k, v, cuts, max(lengths), window, "reference")
+    torch.testing.assert_close(out, attend_slowly(q, k, v, cu, window))
 
 
-@settings(max_examples=25, deadline=None)
-@given(st.lists(st.integers(1, 70), min_size=1, max_size=4), st.integers(0, 3), st.integers(1, 64))
-def test_empty_pieces_change_nothing(lengths: list[int], place: int, num_empty: int) -> None:
-    torch.manual_seed(sum(lengths))
-    cu = [0, *np.cumsum(lengths).tolist()]
-    q, k, v = torch.randn(3, cu[-1], 2, 6)
-    repeated = cu[min(place, len(cu) - 1)]
-    for more in ([cu[-1]] * num_empty, [repeated] * num_empty):
-        assert torch.equal(attend(q, k, v, sorted(cu + more)), attend(q, k, v, cu))
+def test_halves_are_computed_in_single_precision() -> None:
+    torch.manual_seed(0)
+    cu = torch.tensor([0, 40], dtype=torch.int32)
+    q, k, v = torch.randn(3, 40, 2, 16).bfloat16()
+    out = attend(q, k, v, cu, 40, backend="reference")
+    exact = attend(q.float(), k.float(), v.float(), cu, 40, backend="reference")
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, exact.bfloat16())
 
 
-def test_gradients_equal_the_loop() -> None:
-    cu = [0, 3, 8]
-    q = torch.randn(8, 4, 6, requires_grad=True)
-    k, v = (torch.randn(8, 2, 6, requires_grad=True) for _ in range(2))
-    weight = torch.randn(8, 4, 6)
-    fast = torch.autograd.grad((attend(q, k, v, cu) * weight).sum(), (q, k, v))
-    slow = torch.autograd.grad((attend_slowly(q, k, v, cu) * weight).sum(), (q, k, v))
-    for a, b in zip(fast, slow, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-
-
-def test_one_long_piece_does_not_pad_the_short_ones() -> None:
-    lengths = [1000] + [10] * 100
-    pack = Pack.from_boundaries(torch.tensor([0, *np.cumsum(lengths)]))
-    assert sum(grid.numel() for grid, _ in pack.grids) == sum(lengths)
-    assert torch.equal(
-        torch.cat([g.flatten()[c] for g, c in pack.grids])[pack.order], torch.arange(2000)
-    )
+def test_a_window_counts_the_tokens_before() -> None:
+    seen = band(5, 2, torch.device("cpu"))
+    assert seen.sum(1).tolist() == [1, 2, 3, 3, 3]
+    assert seen[4].tolist() == [False, False, True, True, True]
+    assert band(5, 0, torch.device("cpu")).sum(1).tolist() == [1, 2, 3, 4, 5]

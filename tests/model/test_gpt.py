@@ -1,36 +1,33 @@
-"""The baseline network: the numbered invariants of its specification, at tiny size."""
+"""The baseline network at tiny size, without levers, and what the seams refuse."""
 
-import dataclasses
 import math
-from itertools import pairwise
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from underpar.data.loader import segments_from_starts
+from underpar.errors import RecipeError
 from underpar.model.gpt import GPT
-from underpar.model.mlp import MLP
 from underpar.model.past import PackedPast
-from underpar.model.rotary import Rotary
+from underpar.model.plan import make_plan
+from underpar.model.rotary import angles_of, frequencies_of, rotate
 from underpar.recipe import ModelSpec
+from underpar.seams import Visit
 
 SPEC = ModelSpec(
-    vocab_size=64,
-    num_layers=3,
-    dim=32,
-    num_heads=4,
-    num_kv_heads=2,
-    mlp_dim=48,
-    rope_dims=4,
-    context=64,
+    vocab_size=64, num_layers=3, dim=32, num_heads=4, num_kv_heads=2, mlp_dim=48, context=64
 )
 
 
-def logits_of(model: GPT, tokens: Tensor, cu: list[int] | None = None) -> Tensor:
-    cu = cu or [0, len(tokens)]
-    positions = torch.cat([torch.arange(b - a) for a, b in pairwise(cu)])
-    out: Tensor = model(tokens, positions, PackedPast(torch.tensor(cu)))
+def logits_of(
+    model: GPT, tokens: Tensor, starts: tuple[int, ...] = (0,), bucket: int = 0
+) -> Tensor:
+    segments = segments_from_starts(np.array(starts), len(tokens), SPEC.context, bucket)
+    out: Tensor = model(tokens, PackedPast(segments))
     return out
 
 
@@ -53,8 +50,8 @@ def tokens() -> Tensor:
 def test_full_size_parameter_count() -> None:
     with torch.device("meta"):
         model = GPT(ModelSpec())
-    # Embedding, four matrices of each kind, two scales a layer, the soft cap.
-    expected = 8192 * 512 + 11 * (2 * 512**2 + 2 * 256 * 512 + 2 * 2048 * 512 + 2 * 512) + 1
+    # Embedding, four matrices of each kind, two scales a layer.
+    expected = 8192 * 512 + 11 * (2 * 512**2 + 2 * 256 * 512 + 2 * 2048 * 512 + 2 * 512)
     assert sum(p.numel() for p in model.parameters()) == expected
 
 
@@ -68,7 +65,7 @@ def test_at_init_the_blocks_are_the_identity(tokens: Tensor) -> None:
     expected = SPEC.softcap * torch.tanh(raw / SPEC.softcap)
     torch.testing.assert_close(logits_of(model, tokens), expected, rtol=1e-4, atol=1e-5)
     loss = F.cross_entropy(logits_of(model, tokens[:-1]), tokens[1:])
-    assert abs(float(loss) - math.log(SPEC.vocab_size)) < 0.02
+    assert abs(loss.item() - math.log(SPEC.vocab_size)) < 0.02
 
 
 def test_no_output_depends_on_later_tokens(random_model: GPT, tokens: Tensor) -> None:
@@ -82,21 +79,14 @@ def test_no_output_depends_on_later_tokens(random_model: GPT, tokens: Tensor) ->
 
 
 def test_packed_documents_equal_lone_ones(random_model: GPT, tokens: Tensor) -> None:
-    packed = logits_of(random_model, tokens, [0, 8, 20])
+    packed = logits_of(random_model, tokens, (0, 8))
     alone = torch.cat((logits_of(random_model, tokens[:8]), logits_of(random_model, tokens[8:])))
     torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-5)
 
 
 def test_padded_boundaries_change_nothing(random_model: GPT, tokens: Tensor) -> None:
-    padded = logits_of(random_model, tokens, [0, 8] + [20] * 62)
-    assert torch.equal(padded, logits_of(random_model, tokens, [0, 8, 20]))
-
-
-def test_only_distance_matters(random_model: GPT, tokens: Tensor) -> None:
-    past = PackedPast(torch.tensor([0, 20]))
-    here = random_model(tokens, torch.arange(20), past)
-    there = random_model(tokens, torch.arange(20) + 1000, past)
-    torch.testing.assert_close(here, there, rtol=1e-3, atol=1e-3)
+    padded = logits_of(random_model, tokens, (0, 8), bucket=64)
+    assert torch.equal(padded, logits_of(random_model, tokens, (0, 8)))
 
 
 def test_query_and_key_scales_do_not_matter(random_model: GPT, tokens: Tensor) -> None:
@@ -111,8 +101,7 @@ def test_query_and_key_scales_do_not_matter(random_model: GPT, tokens: Tensor) -
 def test_logits_stay_below_the_cap(random_model: GPT, tokens: Tensor) -> None:
     with torch.no_grad():
         random_model.embedding.weight.mul_(100)
-        random_model.softcap.fill_(7.0)
-    assert float(logits_of(random_model, tokens).abs().max()) <= 7.0
+    assert float(logits_of(random_model, tokens).abs().max()) <= SPEC.softcap
 
 
 def test_every_parameter_gets_a_gradient(random_model: GPT, tokens: Tensor) -> None:
@@ -122,23 +111,45 @@ def test_every_parameter_gets_a_gradient(random_model: GPT, tokens: Tensor) -> N
 
 
 def test_rotation_keeps_norms_and_leaves_the_rest() -> None:
-    rotary = Rotary(4, 10_000.0)
     x = torch.randn(5, 2, 8)
-    y = rotary(x, rotary.angles(torch.tensor([0, 1, 2, 50, 1000])))
+    y = rotate(x, angles_of(torch.tensor([0, 1, 2, 50, 1000]), frequencies_of(4, 10_000.0)))
     torch.testing.assert_close(y.norm(dim=-1), x.norm(dim=-1), rtol=1e-4, atol=1e-5)
     assert torch.equal(y[..., 4:], x[..., 4:])
     assert torch.equal(y[0], x[0])
     assert not torch.allclose(y[3, :, :4], x[3, :, :4])
 
 
-@pytest.mark.parametrize("z", [-2.0, -0.1, 0.1, 3.0])
-def test_the_activation_and_its_slope(z: float) -> None:
-    mlp = MLP(dataclasses.replace(SPEC, dim=4, mlp_dim=4, num_heads=1, num_kv_heads=1, rope_dims=2))
-    for linear in (mlp.up, mlp.down):
-        torch.nn.init.eye_(linear.weight)
-    point = torch.tensor(z, requires_grad=True)
-    value = mlp(point.expand(1, 4))[0, 0]
-    value.backward()
-    assert point.grad is not None
-    assert float(value) == pytest.approx(z * z if z > 0 else 0.25 * z * z)
-    assert float(point.grad) == pytest.approx(2 * z if z > 0 else 0.5 * z)
+def test_a_plan_names_layers_repeats_sites_and_halves() -> None:
+    assert make_plan((0, 1, 0, 1, 2)) == (
+        Visit(slot=0, layer=0, repeat=0, site=-1, decoder=-1),
+        Visit(slot=1, layer=1, repeat=0, site=-1, decoder=-1),
+        Visit(slot=2, layer=0, repeat=1, site=0, decoder=0),
+        Visit(slot=3, layer=1, repeat=1, site=1, decoder=1),
+        Visit(slot=4, layer=2, repeat=0, site=-1, decoder=2),
+    )
+
+
+class Capper(nn.Module):
+    """A lever that takes a place for one."""
+
+    def cap(self, logits: Tensor) -> Tensor:
+        """Leave them."""
+        return logits
+
+
+class Wirer(nn.Module):
+    """A lever that visits layer 1 its own way."""
+
+    def wires(self, layer: int) -> bool:
+        """One layer."""
+        return layer == 1
+
+    def wire(self, block: Any, visit: Visit, stream: Any) -> None:
+        """Leave the stream."""
+
+
+@pytest.mark.parametrize(("kind", "place"), [(Capper, "cap"), (Wirer, "wiring of layer 1")])
+def test_one_place_takes_one_lever(kind: type[nn.Module], place: str) -> None:
+    GPT(SPEC, {"one": kind()})
+    with pytest.raises(RecipeError, match=f"one and two: both replace .*{place}"):
+        GPT(SPEC, {"one": kind(), "two": kind()})

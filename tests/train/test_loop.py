@@ -22,6 +22,7 @@ from underpar.train.checkpoint import read_tensors
 
 STEPS = 30
 OVERRIDES = [f"train.budget_steps={STEPS}", "train.checkpoint_seconds=0"]
+OVERRIDES += ["model.num_layers=2", "levers.ema=true", "levers.loop={first=1, last=1}"]
 
 
 def losses(folder: RunFolder) -> list[float]:
@@ -143,7 +144,8 @@ def test_the_stored_recipe_is_the_resolved_one(whole: RunFolder) -> None:
 def test_a_time_budget_ends_within_a_step(
     tiny_data: Path, tmp_path: Path, runtime: Runtime
 ) -> None:
-    recipe = load_recipe("baseline+cpu", ["train.budget_steps=0", "train.budget_seconds=0.5"])
+    seconds = ["train.budget_steps=0", "train.budget_seconds=0.5", "model.num_layers=2"]
+    recipe = load_recipe("baseline+cpu", seconds)
     folder = RunFolder(tmp_path)
     assert pipeline.train_run(recipe, tiny_data, folder, runtime)
     lines = list(folder.metrics())

@@ -30,11 +30,16 @@ _FULL_SHIFT = 32 - PROB_BITS
 # A lane costs about three bytes: 0.1 % of a stream at this length.
 _SYMBOLS_PER_LANE = 8192
 _MAX_LANES = 1024
+# Small arrays, a few bytes of any artifact, would take as long as large ones at that rate.
+_SMALL_SYMBOLS = 1 << 16
+_SYMBOLS_PER_SMALL_LANE = 512
 
 
 def choose_num_lanes(num_symbols: int) -> int:
     """The lane count both sides use for an array of this length: a power of two in 1..1024."""
-    wanted = min(max(num_symbols // _SYMBOLS_PER_LANE, 1), _MAX_LANES)
+    small = num_symbols < _SMALL_SYMBOLS
+    symbols_per_lane = _SYMBOLS_PER_SMALL_LANE if small else _SYMBOLS_PER_LANE
+    wanted = min(max(num_symbols // symbols_per_lane, 1), _MAX_LANES)
     return 1 << (wanted.bit_length() - 1)
 
 

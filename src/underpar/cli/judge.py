@@ -1,4 +1,4 @@
-"""Commands that judge: score, audit, compare, bench, report, doctor."""
+"""Commands that judge: score, audit, compare, bench, speed, report, doctor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,21 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from underpar.cli.options import ArtifactPath, DataPath, Device, Json, RunPath, app, show_summary
+from underpar.cli.options import (
+    ArtifactPath,
+    Attention,
+    Compiled,
+    DataPath,
+    Device,
+    Json,
+    RecipeName,
+    RunPath,
+    Set,
+    app,
+    choose_attention,
+    load_checked,
+    show_summary,
+)
 from underpar.console import OUT, progress_bar, show_json, show_pairs, show_table
 
 
@@ -104,6 +118,44 @@ def bench(
     if result.verdict != "refused":
         low, high = result.ratio_interval.low, result.ratio_interval.high
         OUT.print(f"time ratio {result.ratio:.4f}, 95 % interval {low:.4f} to {high:.4f}")
+
+
+@app.command()
+def speed(
+    recipe: RecipeName,
+    steps: Annotated[int, typer.Option(help="Steps after the warm-up, half looped.")] = 50,
+    set_: Set = None,
+    device: Device = "auto",
+    attention: Attention = "auto",
+    compiled: Compiled = None,
+    json: Json = False,
+) -> None:
+    """Take training steps on made-up documents: tokens a second, memory, graphs.
+
+    A second compilation after the warm-up, or a break of the graph, is an error.
+    """
+    from dataclasses import asdict
+
+    from underpar.build import build_model
+    from underpar.lab.steps import measure_steps
+    from underpar.runtime import open_runtime, seed_everything
+
+    resolved = load_checked(recipe, set_)
+    runtime = open_runtime(device, compiled)
+    choose_attention(attention, runtime)
+    seed_everything(resolved.train.seed)
+    model = build_model(resolved).to(runtime.device)
+    with progress_bar("speed", 1, quiet=json) as bar:
+        measured = measure_steps(model, resolved.train, runtime, steps, bar.update)
+    if json:
+        show_json(asdict(measured))
+        return
+    rows = [(p.visits, p.steps, p.step_ms, round(p.tokens_per_second)) for p in measured.phases]
+    show_table(recipe, ("visits#", "steps#", "ms a step#", "tokens/s#"), rows)
+    OUT.print(
+        f"attention {measured.attention}, {measured.num_graphs} graphs in "
+        f"{measured.warmup_seconds:.1f} s of warm-up, peak {measured.memory_bytes / 1e9:.1f} GB"
+    )
 
 
 class TakesLists(TyperCommand):

@@ -1,13 +1,16 @@
-"""Commands that make a model: recipe, train, pack, size, demo."""
+"""Commands that make a model: recipe, levers, train, pack, size, demo."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from underpar.cli.options import (
+    Attention,
+    Compiled,
     DataPath,
     Device,
     Json,
@@ -15,6 +18,7 @@ from underpar.cli.options import (
     RunPath,
     Set,
     app,
+    choose_attention,
     load_checked,
     show_summary,
 )
@@ -50,12 +54,49 @@ def recipe_show(recipe: RecipeName, set_: Set = None, json: Json = False) -> Non
 
 
 @app.command()
+def levers(
+    name: Annotated[str | None, typer.Argument(help="A lever; default: a table of all.")] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/levers.md.")] = False,
+    json: Json = False,
+) -> None:
+    """The levers: what each does, where it comes from, why it is legal, what it costs.
+
+    \b
+    underpar levers                 a table of all
+    underpar levers smear           all about one
+    underpar levers smear --json    the same for machines
+    underpar levers --markdown > docs/levers.md
+
+    \b
+    Switch one on in a recipe, as docs/levers.md shows, or for one run:
+    underpar train baseline --data data --set levers.smear=true
+    underpar train baseline --data data --set levers.smear.width=16
+    """
+    from underpar.report import lever_docs
+    from underpar.report.lever_cards import all_cards, read_card
+
+    cards = all_cards() if name is None else [read_card(name)]
+    if json:
+        found = {card.name: asdict(card) for card in cards}
+        show_json(found if name is None else found[name])
+    elif markdown:
+        typer.echo(lever_docs.to_markdown(cards), nl=False)
+    elif name is None:
+        rows = [(card.name, *lever_docs.summary_row(card)) for card in cards]
+        show_table("levers", ("lever", *lever_docs.SUMMARY), rows)
+    else:
+        show_table(cards[0].what, (name, ""), lever_docs.card_rows(cards[0]))
+
+
+@app.command()
 def train(
     recipe: RecipeName,
     data: DataPath,
     out: Annotated[Path | None, typer.Option(help="Run folder; default runs/NAME-HASH.")] = None,
     set_: Set = None,
     device: Device = "auto",
+    attention: Attention = "auto",
+    compiled: Compiled = None,
     json: Json = False,
 ) -> None:
     """Train a recipe inside its budget. A killed run continues with the same command."""
@@ -65,7 +106,8 @@ def train(
 
     resolved = load_checked(recipe, set_)
     folder = RunFolder(out or Path("runs") / f"{Path(recipe).stem}-{resolved.hash}")
-    runtime = open_runtime(device)
+    runtime = open_runtime(device, compiled)
+    choose_attention(attention, runtime)
     summary = verbs.train(resolved, data, folder, runtime, quiet=json)
     if runtime.is_main:
         show_summary(json, str(folder.path), summary)

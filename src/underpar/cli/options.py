@@ -11,6 +11,7 @@ from underpar.console import show_json, show_pairs
 
 if TYPE_CHECKING:
     from underpar.recipe import Recipe
+    from underpar.runtime import Runtime
 
 app = typer.Typer(
     help="Make the best language model that fits in a byte budget, and prove its score.",
@@ -24,12 +25,27 @@ Set = Annotated[
     list[str] | None, typer.Option("--set", help="Change a recipe value: train.matrix_lr=0.02")
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
+Attention = Annotated[
+    str,
+    typer.Option(help="auto, or a backend that 'underpar doctor' lists: fa4, flash, sdpa..."),
+]
+Compiled = Annotated[
+    bool | None,
+    typer.Option("--compile/--no-compile", help="Compile the training graph; default: on a GPU."),
+]
 RecipeName = Annotated[
     str, typer.Argument(help="A shipped recipe or a .toml file; stack overlays: baseline+cpu")
 ]
 DataPath = Annotated[Path, typer.Option("--data", help="A folder made by 'underpar data build'.")]
 ArtifactPath = Annotated[Path, typer.Argument(help="A .upar file made by 'underpar pack'.")]
 RunPath = Annotated[Path, typer.Argument(help="A folder made by 'underpar train'.")]
+
+
+def choose_attention(name: str, runtime: Runtime) -> None:
+    """Choose the attention backend of this process; one that cannot be had is an error."""
+    from underpar.kernels.attention import set_backend
+
+    set_backend(name, runtime.device, runtime.dtype)
 
 
 def show_summary(json: bool, title: str, summary: dict[str, Any]) -> None:

@@ -36,15 +36,17 @@ class Segments:
     cu: torch.Tensor  # (S + 1,) int32, 0 = first cut, N = end
     max_len: int  # tokens, min(context, N)
     positions: torch.Tensor  # (N,) int64, position inside the segment
+    context: int  # tokens at which longer documents were cut
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Segments":
         """The same segments on a device."""
         cu, positions = (t.to(device, non_blocking=non_blocking) for t in (self.cu, self.positions))
-        return Segments(cu, self.max_len, positions)
+        return Segments(cu, self.max_len, positions, self.context)
 
     def pin(self) -> "Segments":
         """The same segments in host memory that a GPU reads by itself."""
-        return Segments(self.cu.pin_memory(), self.max_len, self.positions.pin_memory())
+        cu, positions = self.cu.pin_memory(), self.positions.pin_memory()
+        return Segments(cu, self.max_len, positions, self.context)
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +92,7 @@ def segments_from_starts(
         cu=torch.from_numpy(cu.astype(np.int32)),
         max_len=min(context, num_tokens),
         positions=torch.from_numpy(_count_up(np.diff(bounds))),
+        context=context,
     )
 
 

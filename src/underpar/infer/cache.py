@@ -23,25 +23,28 @@ class LaneCache:
         self.context = spec.context
         self._lanes = torch.arange(num_lanes, device=device)
         self.positions = torch.zeros(num_lanes, dtype=torch.long, device=device)
-        shape = (2, spec.num_layers, num_lanes, spec.num_kv_heads, spec.context, spec.head_dim)
-        self._keys, self._values = torch.zeros(shape, device=device)
+        self._shape = (2, num_lanes, spec.num_kv_heads, spec.context, spec.head_dim)
+        # Keys and values by slot of the plan, not by layer: a layer visited twice has two pasts.
+        self._slots: dict[int, Tensor] = {}
         self._offsets = torch.arange(spec.context, device=device)
         self._span = SPAN
         self._last: dict[str, Tensor] = {}
 
-    def place(self) -> Tensor:
-        """Positions (L,) of the tokens about to be read."""
+    def place(self) -> None:
+        """Make ready for the next token of each lane, at `positions` (L,)."""
         farthest = int(self.positions.max()) + 1
         self._span = min(self.context, -(-farthest // SPAN) * SPAN)
-        return self.positions
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, slot: int, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
         """Store this step's k and v (L, K, D) and read back: q (L, H, D) -> (L, H, D)."""
-        self._keys[layer, self._lanes, :, self.positions] = k
-        self._values[layer, self._lanes, :, self.positions] = v
-        keys = self._keys[layer, :, :, : self._span]  # (L, K, span, D)
-        values = self._values[layer, :, :, : self._span]
-        seen = self._offsets[: self._span] <= self.positions[:, None]  # (L, span)
+        if slot not in self._slots:
+            self._slots[slot] = k.new_zeros(self._shape)
+        cache = self._slots[slot]
+        cache[0, self._lanes, :, self.positions] = k
+        cache[1, self._lanes, :, self.positions] = v
+        keys, values = cache[:, :, :, : self._span]  # (L, K, span, D)
+        back = self.positions[:, None] - self._offsets[: self._span]  # (L, span)
+        seen = (back >= 0) & (back <= window) if window else back >= 0
         y = F.scaled_dot_product_attention(
             q[:, :, None], keys, values, attn_mask=seen[:, None, None], enable_gqa=True
         )
@@ -62,7 +65,8 @@ class LaneCache:
         """Drop all lanes but these, by index."""
         self.positions = self.positions[lanes]
         self._lanes = self._lanes[: len(lanes)]
-        self._keys, self._values = self._keys[:, lanes], self._values[:, lanes]
+        self._shape = (2, len(lanes), *self._shape[2:])
+        self._slots = {slot: cache[:, lanes] for slot, cache in self._slots.items()}
         self._last = {name: x[lanes] for name, x in self._last.items()}
 
     def reset(self, lanes: Tensor) -> None:

@@ -55,8 +55,7 @@ class Predictor:
 
     def _hidden(self, batch: Batch) -> Tensor:
         batch = batch.to(self.device)
-        past = PackedPast(batch.segments.cu)
-        return self.model.hidden(batch.inputs, batch.segments.positions, past)
+        return self.model.hidden(batch.inputs, PackedPast(batch.segments))
 
     def adapt(self, batch: Batch) -> None:
         """Learn from `batch`, which must be the one priced last; it can be used once."""
@@ -112,7 +111,8 @@ class Stepper:
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
         """Feed tokens (L,), one a lane; returns log-probabilities (L, V) of what follows."""
-        logits = self._model(tokens, self._cache.place(), self._cache)
+        self._cache.place()
+        logits = self._model(tokens, self._cache)
         self._cache.advance()
         return F.log_softmax(logits.float(), dim=-1)
 

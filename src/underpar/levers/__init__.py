@@ -1,4 +1,7 @@
-"""The table of levers: name -> module. A new lever is its file and one line here."""
+"""The table of levers: name -> module. A new lever is its file and one line here.
+
+Levers that share a seam act in the order of the table.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,42 @@ from underpar.seams import LeverModule
 # Text transforms live with the data they change, so that a data folder opens without a recipe.
 LEVERS = {
     **TRANSFORMS,
-    "adapt_scales": "underpar.levers.adapt_scales",
+    # The stem: tokens to the stream.
     "bigram": "underpar.levers.bigram",
-    "ema": "underpar.levers.ema",
-    "qk_gain": "underpar.levers.qk_gain",
     "smear": "underpar.levers.smear",
+    "static_smear": "underpar.levers.static_smear",
+    # The order of visits. Lanes open before a skip enters; loops blend before a skip leaves.
+    "loop": "underpar.levers.loop",
+    "pass_embed": "underpar.levers.pass_embed",
+    "lanes": "underpar.levers.lanes",
+    "parallel": "underpar.levers.parallel",
+    "recur_ab": "underpar.levers.recur_ab",
+    "recur_alpha": "underpar.levers.recur_alpha",
+    "pass_blend": "underpar.levers.pass_blend",
+    "unet": "underpar.levers.unet",
+    "mudd": "underpar.levers.mudd",
+    # Inside a block.
+    "x0_mix": "underpar.levers.x0_mix",
+    "norm_scale": "underpar.levers.norm_scale",
+    "layer_scale": "underpar.levers.layer_scale",
+    "partial_rope": "underpar.levers.partial_rope",
+    "qk_gain": "underpar.levers.qk_gain",
+    "value_residual": "underpar.levers.value_residual",
+    "value_embed": "underpar.levers.value_embed",
+    "window": "underpar.levers.window",
+    # The projection off the own value comes before the gates.
+    "xsa": "underpar.levers.xsa",
+    "sparse_attn_gate": "underpar.levers.sparse_attn_gate",
+    "gated_attn": "underpar.levers.gated_attn",
+    "attn_out_gate": "underpar.levers.attn_out_gate",
+    "leaky_square": "underpar.levers.leaky_square",
+    "mlp_gate": "underpar.levers.mlp_gate",
+    # The head.
+    "softcap": "underpar.levers.softcap",
+    "asym_softcap": "underpar.levers.asym_softcap",
+    # Training and scoring.
+    "ema": "underpar.levers.ema",
+    "adapt_scales": "underpar.levers.adapt_scales",
 }
 
 

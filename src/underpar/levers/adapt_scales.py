@@ -1,9 +1,9 @@
 """Adapt the soft cap and the scale vectors while scoring, by SGD on tokens already priced.
 
 A few thousand numbers follow the style of the text; the matrices stay as packed. Source: bias- and
-scale-only test-time training in the line of Tent (Wang et al. 2020, arXiv:2006.10726),
-score-first as ruled in PR 549. Legal: the scorer prices a chunk, commits it, and only then hands it
-over; the schedule depends on nothing but the number of tokens seen, which a decoder knows too.
+scale-only test-time training in the line of Tent (Wang et al. 2020, arXiv:2006.10726), score-first
+as ruled in PR 549. Legal: the scorer prices a chunk, commits it, and only then hands it over; the
+schedule depends on nothing but the number of tokens seen, which a decoder knows too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Settings:
     lr: float = 0.5
     cap_lr: float = 5.0
     momentum: float = 0.9
-    patterns: tuple[str, ...] = ("softcap", "blocks.*_scale")
+    patterns: tuple[str, ...] = ("levers.*softcap.cap_*", "blocks.*_scale")
 
 
 class ScaleSGD:

@@ -24,11 +24,13 @@ CURRENT, PREVIOUS = 36_313, 27_191
 
 @dataclass(frozen=True)
 class Settings:
-    """`buckets` rows of `width` channels, projected to the model's width; `scale` at the start."""
+    """`buckets` rows of `width` channels, projected to the model's width; `scale` at the start;
+    `by_piece`: the first token of a piece, not of a document, has no token before it (PR 1219)."""
 
     buckets: int = 3072
     width: int = 160
     scale: float = 0.05
+    by_piece: bool = False
 
     def __post_init__(self) -> None:
         require(self.buckets > 1, f"levers.bigram.buckets = {self.buckets}: expected at least 2")
@@ -40,6 +42,7 @@ class Bigram(nn.Module):
 
     def __init__(self, settings: Settings, spec: ModelSpec) -> None:
         super().__init__()
+        self.by_piece = settings.by_piece
         self.table = nn.Embedding(settings.buckets, settings.width)
         self.project = nn.Linear(settings.width, spec.dim, bias=False)
         self.scale = nn.Parameter(torch.tensor(settings.scale))
@@ -47,15 +50,16 @@ class Bigram(nn.Module):
         nn.init.orthogonal_(self.project.weight)
 
     def neutral_(self) -> None:
-        """Set the weights with which the model equals the one without this lever."""
+        """Empty the table."""
         nn.init.zeros_(self.table.weight)
 
     def embed(self, x: Tensor, tokens: Tensor, past: Past) -> Tensor:
         """Add the pair's vector to the embeddings x (N, dim) of tokens (N,)."""
         last = self.table.num_embeddings - 1
         mixed = (CURRENT * tokens) ^ (PREVIOUS * past.previous("bigram", tokens))
-        bucket = torch.where(tokens == BOS_ID, last, mixed % last)
-        return x + self.scale * self.project(self.table(bucket))
+        first = past.positions == 0 if self.by_piece else tokens == BOS_ID
+        pair = self.project(self.table(torch.where(first, last, mixed % last)))
+        return x + self.scale.to(x.dtype) * pair.to(x.dtype)
 
 
 def plug(settings: Settings, spec: ModelSpec) -> Bigram:

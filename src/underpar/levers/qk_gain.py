@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from underpar.recipe import ModelSpec
+from underpar.seams import Stream, Visit
 
 STAGE = "model"
 
@@ -32,12 +33,14 @@ class QKGain(nn.Module):
         self.gain = nn.Parameter(torch.full((spec.num_layers, spec.num_heads), settings.init))
 
     def neutral_(self) -> None:
-        """Set the weights with which the model equals the one without this lever."""
+        """Set every gain to 1."""
         nn.init.ones_(self.gain)
 
-    def qkv(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def qkv(
+        self, visit: Visit, q: Tensor, k: Tensor, v: Tensor, stream: Stream
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Scale the queries (N, H, D)."""
-        return q * self.gain[layer].to(q.dtype)[:, None], k, v
+        return q * self.gain[visit.layer].to(q.dtype)[:, None], k, v
 
 
 def plug(settings: Settings, spec: ModelSpec) -> QKGain:

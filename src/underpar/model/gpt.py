@@ -1,55 +1,91 @@
 """The baseline transformer, from embedding to logits, top to bottom.
 
 Shapes: N tokens (a flat pack of documents, or one token of each lane when stepping), H heads,
-K key heads, D head channels, V vocabulary.
+K key heads, D head channels, V vocabulary. Loops over `hooks` are where levers act; the baseline
+has none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from underpar.model.attention import Attention
+from underpar.model.hooks import Hooks
 from underpar.model.mlp import MLP
+from underpar.model.plan import make_plan
+from underpar.model.rotary import angles_of, frequencies_of
 from underpar.recipe import ModelSpec
-from underpar.seams import MODEL_SEAMS, Past
+from underpar.seams import Past, Stream, Visit
 
 
 class Block(nn.Module):
     """Pre-norm attention and MLP, each with a learned scale per channel."""
 
-    def __init__(self, spec: ModelSpec, layer: int) -> None:
+    def __init__(self, spec: ModelSpec, layer: int, hooks: Hooks) -> None:
         super().__init__()
-        self.attn = Attention(spec, layer)
-        self.mlp = MLP(spec)
+        self.layer = layer
+        self.hooks = hooks
+        self.wiring = hooks.wiring(layer)
+        self.attn = Attention(spec, layer, hooks)
+        self.mlp = MLP(spec, layer, hooks)
         self.attn_scale = nn.Parameter(torch.ones(spec.dim))
         self.mlp_scale = nn.Parameter(torch.ones(spec.dim))
 
-    def forward(self, x: Tensor, *attention_args: Any) -> Tensor:
-        """x (N, dim) -> (N, dim)."""
-        x = x + self.attn_scale * self.attn(_norm(x), *attention_args)
-        return x + self.mlp_scale * self.mlp(_norm(x))
+    def forward(self, visit: Visit, stream: Stream) -> None:
+        """Take the stream one visit further."""
+        if self.wiring is not None:
+            self.wiring(self, visit, stream)
+            return
+        x = self.mix(stream.x, stream)
+        x = x + self.attend(x, visit, stream)
+        stream.x = x + self.think(x)
+
+    def mix(self, x: Tensor, stream: Stream) -> Tensor:
+        """What the block starts from: the stream x (N, dim), unless a lever says otherwise."""
+        for hook in self.hooks.mix:
+            x = hook(self.layer, x, stream)
+        return x
+
+    def attend(self, x: Tensor, visit: Visit, stream: Stream) -> Tensor:
+        """What attention adds (N, dim), reading x (N, dim)."""
+        return self._branch(self.attn_scale, self.attn(self._normed(x), visit, stream))
+
+    def think(self, x: Tensor) -> Tensor:
+        """What the MLP adds (N, dim), reading x (N, dim)."""
+        return self._branch(self.mlp_scale, self.mlp(self._normed(x)))
+
+    def _normed(self, x: Tensor) -> Tensor:
+        x = _norm(x)
+        for hook in self.hooks.normed:
+            x = hook(self.layer, x)
+        return x
+
+    def _branch(self, scale: Tensor, y: Tensor) -> Tensor:
+        y = scale.to(y.dtype) * y
+        for hook in self.hooks.branch:
+            y = hook(self.layer, y)
+        return y
 
 
 class GPT(nn.Module):
-    """Embed -> blocks -> tied head with a soft cap. Levers hook in by name; none is known here."""
+    """Embed -> blocks in the order of the plan -> tied head with a soft cap."""
+
+    frequencies: Tensor
 
     def __init__(self, spec: ModelSpec, levers: Mapping[str, nn.Module] | None = None) -> None:
         super().__init__()
         self.spec = spec
+        self.hooks = hooks = Hooks(levers or {})
         self.embedding = nn.Embedding(spec.vocab_size, spec.dim)
-        self.blocks = nn.ModuleList(Block(spec, layer) for layer in range(spec.num_layers))
-        # A tensor, so that scoring may adapt it; it is trained with the other scalars.
-        self.softcap = nn.Parameter(torch.tensor(spec.softcap))
+        self.blocks = nn.ModuleList(Block(spec, layer, hooks) for layer in range(spec.num_layers))
         self.levers = nn.ModuleDict(dict(levers or {}))
-        self.hooks = {
-            seam: [getattr(lever, seam) for lever in self.levers.values() if hasattr(lever, seam)]
-            for seam in MODEL_SEAMS
-        }
+        frequencies = frequencies_of(spec.head_dim, spec.rope_base)
+        self.register_buffer("frequencies", frequencies, persistent=False)
+        self.set_progress(1.0)
         self.init_weights()
 
     def init_weights(self) -> None:
@@ -64,31 +100,62 @@ class GPT(nn.Module):
                 nn.init.orthogonal_(module.up.weight)
                 nn.init.zeros_(module.down.weight)
 
-    def forward(self, tokens: Tensor, positions: Tensor, past: Past) -> Tensor:
-        """Logits (N, V) after each of tokens (N,) at positions (N,) of its piece."""
-        return self.head(self.hidden(tokens, positions, past))
+    def set_progress(self, p: float) -> None:
+        """Say how far training is, from 0 to 1: levers may visit the blocks in another order."""
+        order = tuple(range(self.spec.num_layers))
+        for hook in self.hooks.progress:
+            hook(p)
+        for hook in self.hooks.order:
+            order = hook(order)
+        self.plan = make_plan(order)
 
-    def hidden(self, tokens: Tensor, positions: Tensor, past: Past) -> Tensor:
+    def forward(self, tokens: Tensor, past: Past) -> Tensor:
+        """Logits (N, V) after each of tokens (N,), which continue what `past` holds."""
+        return self.head(self.hidden(tokens, past))
+
+    def hidden(self, tokens: Tensor, past: Past) -> Tensor:
         """What the head reads (N, dim): everything but the vocabulary."""
-        x = self.embedding(tokens)
-        for hook in self.hooks["embed"]:
+        stream = self._embed(tokens, past)
+        for visit in self.plan:
+            for hook in self.hooks.before:
+                hook(visit, stream)
+            x_in = stream.x
+            self.blocks[visit.layer](visit, stream)
+            for hook in self.hooks.after:
+                hook(visit, x_in, stream)
+        for hook in self.hooks.finish:
+            hook(stream)
+        return _norm(stream.x)
+
+    def _embed(self, tokens: Tensor, past: Past) -> Stream:
+        x = _autocast(self.embedding(tokens))
+        for hook in self.hooks.embed:
             x = hook(x, tokens, past)
         x = _norm(x)
-        first: Any = self.blocks[0]
-        angles = first.attn.rotary.angles(positions)
-        for block in self.blocks:
-            x = block(x, angles, past, self.hooks)
-        return _norm(x)
+        for hook in self.hooks.stem:
+            x = hook(x, tokens, past)
+        own = self.hooks.frequencies
+        frequencies = own(past.context) if own is not None else self.frequencies
+        return Stream(x, x, tokens, past, angles_of(past.positions, frequencies))
 
     def head(self, x: Tensor) -> Tensor:
         """Logits (N, V) of hidden states (N, dim); each row on its own."""
         logits = F.linear(x, self.embedding.weight)
+        if self.hooks.cap is not None:
+            return self.hooks.cap(logits)
         # Soft cap as in Gemma 2 (arXiv:2408.00118).
-        logits = self.softcap * torch.tanh(logits / self.softcap)
-        for hook in self.hooks["logits"]:
-            logits = hook(logits)
-        return logits
+        cap = self.spec.softcap
+        return cap * torch.tanh(logits / cap)
 
 
 def _norm(x: Tensor) -> Tensor:
-    return F.rms_norm(x, (x.size(-1),))
+    # Autocast may norm in fp32; the stream keeps its precision.
+    return F.rms_norm(x, (x.size(-1),)).to(x.dtype)
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """x in the precision that products run in: the stream needs no more."""
+    kind = x.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return x
+    return x.to(torch.get_autocast_dtype(kind))

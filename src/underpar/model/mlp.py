@@ -1,23 +1,30 @@
-"""The feed-forward half of a block: LeakyReLU squared (PR 493; ReLU squared, arXiv:2109.08668)."""
+"""The feed-forward half of a block: up, squared ReLU (So et al. 2021, arXiv:2109.08668), down."""
 
 from __future__ import annotations
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from underpar.model.hooks import Hooks
 from underpar.recipe import ModelSpec
 
 
 class MLP(nn.Module):
-    """Up, leaky square, down."""
+    """Up, nonlinearity, down."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, layer: int, hooks: Hooks) -> None:
         super().__init__()
-        self.slope = spec.mlp_slope
+        self.layer = layer
+        self.hooks = hooks
         self.up = nn.Linear(spec.dim, spec.mlp_dim, bias=False)
         self.down = nn.Linear(spec.mlp_dim, spec.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (N, dim), already normed -> (N, dim)."""
-        out: Tensor = self.down(F.leaky_relu(self.up(x), self.slope).square())
-        return out
+        h = self.up(x)
+        own = self.hooks.activate
+        h = own(h) if own is not None else F.relu(h).square()
+        y: Tensor = self.down(h)
+        for hook in self.hooks.mlp_out:
+            y = hook(self.layer, y, x)
+        return y

@@ -5,18 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from underpar.kernels.attention import Pack, attend_packed
+from underpar.data.loader import Segments
+from underpar.kernels.attention import attend
 
 
 class PackedPast:
     """The past of a flat pack: pieces for attention, the token before for everything else."""
 
-    def __init__(self, cu: Tensor) -> None:
-        self._pack = Pack.from_boundaries(cu)
+    def __init__(self, segments: Segments) -> None:
+        self._segments = segments
+        self.context = segments.context
+        self.positions = segments.positions
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, slot: int, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
         """Causal attention within each piece."""
-        return attend_packed(q, k, v, self._pack)
+        return attend(q, k, v, self._segments.cu, self._segments.max_len, window)
 
     def previous(self, name: str, x: Tensor) -> Tensor:
         """x (N, ...) one token earlier; zeros before the first."""

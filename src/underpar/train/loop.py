@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from underpar.data.loader import Batch, Loader, micros_of_rank, prefetch
+from underpar.model.gpt import GPT
 from underpar.recipe import TrainPart
 from underpar.run import RunFolder, write_atomic
 from underpar.runtime import Runtime
@@ -23,7 +23,7 @@ from underpar.train import schedule
 from underpar.train.checkpoint import Position, read_checkpoint, save_checkpoint, save_tensors
 from underpar.train.dist import from_main
 from underpar.train.optimizer import Optimizer
-from underpar.train.step import accumulate
+from underpar.train.step import accumulate, compile_loss, mean_loss
 
 OnStep = Callable[[dict[str, Any]], None]
 
@@ -32,7 +32,7 @@ OnStep = Callable[[dict[str, Any]], None]
 class Trainer:
     """Everything one run needs; `run` takes it from its checkpoint, or the start, to the end."""
 
-    model: nn.Module
+    model: GPT
     loader: Loader
     part: TrainPart
     runtime: Runtime
@@ -42,6 +42,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.optimizer = Optimizer(self.model, self.part)
+        self._loss_of = compile_loss() if self.runtime.compiled else mean_loss
         for averager in self.averagers:
             averager.start(self._weights())
 
@@ -83,7 +84,9 @@ class Trainer:
     def _step(self, p: float, batches: Iterator[Batch]) -> dict[str, Any]:
         step = self.position.step
         scale = schedule.lr_scale(self.part, p)
-        loss = accumulate(self.model, batches, self.loader.num_micro_batches, self.runtime)
+        self.model.set_progress(p)
+        num_micro = self.loader.num_micro_batches
+        loss = accumulate(self.model, batches, num_micro, self.runtime, self._loss_of)
         norm = self.optimizer.step(scale, schedule.momentum(self.part, p))
         for averager in self.averagers:
             averager.update(self._weights(), step + 1)

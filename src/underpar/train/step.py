@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -14,30 +14,48 @@ from underpar.model.past import PackedPast
 from underpar.runtime import Runtime
 from underpar.train.dist import sum_over_ranks
 
+# Model and micro-batch -> mean nats a target.
+LossOf = Callable[[nn.Module, Batch], Tensor]
+
 
 def mean_loss(model: nn.Module, batch: Batch) -> Tensor:
     """Mean nats a target of one micro-batch."""
-    past = PackedPast(batch.segments.cu)
-    logits = model(batch.inputs, batch.segments.positions, past)
+    logits = model(batch.inputs, PackedPast(batch.segments))
     return F.cross_entropy(logits.float(), batch.targets)
+
+
+def compile_loss() -> LossOf:
+    """`mean_loss` as one compiled graph; a break in it is an error, not a slow run."""
+    compiled = torch.compile(mean_loss, fullgraph=True, dynamic=False)
+
+    def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+        # The number of pieces alone differs from batch to batch: one graph for all of them.
+        torch._dynamo.mark_dynamic(batch.segments.cu, 0)
+        return compiled(model, batch)
+
+    return loss_of
 
 
 def precision(runtime: Runtime) -> AbstractContextManager[None]:
     """bf16 products on a GPU, fp32 elsewhere."""
-    if runtime.device.type != "cuda":
+    if runtime.dtype == torch.float32:
         return nullcontext()
-    return torch.autocast("cuda", dtype=torch.bfloat16)
+    return torch.autocast(runtime.device.type, dtype=runtime.dtype)
 
 
 def accumulate(
-    model: nn.Module, batches: Iterator[Batch], num_micro_batches: int, runtime: Runtime
+    model: nn.Module,
+    batches: Iterator[Batch],
+    num_micro_batches: int,
+    runtime: Runtime,
+    loss_of: LossOf = mean_loss,
 ) -> Tensor:
     """Leave the global batch's gradients on every rank; returns its mean loss in nats a token."""
     total = torch.zeros((), device=runtime.device)
     for _ in range(num_micro_batches // runtime.world):
         batch = next(batches).to(runtime.device, non_blocking=True)
         with precision(runtime):
-            loss = mean_loss(model, batch) / num_micro_batches
+            loss = loss_of(model, batch) / num_micro_batches
         loss.backward()
         total += loss.detach()
     grads = [p.grad for p in model.parameters() if p.grad is not None]

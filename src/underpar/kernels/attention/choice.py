@@ -1,0 +1,140 @@
+"""Which backend attends: found by trying each on a small pack, never by an import alone."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from underpar.errors import UnderparError
+from underpar.kernels.attention.backend import Backend, Pieces, Saved
+from underpar.kernels.attention.fa4 import compiler_errors
+from underpar.kernels.attention.grids import SDPA
+from underpar.kernels.attention.reference import REFERENCE
+from underpar.kernels.attention.table import BACKENDS, find_backend
+
+# What a backend may raise where it cannot be had: no package, no library, a kernel for other
+# devices, a release that takes other arguments.
+EXPECTED: tuple[type[Exception], ...] = (
+    ImportError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    AssertionError,
+)
+
+# One token, none, several blocks of a kernel, a part of one.
+PROBE_LENGTHS = (1, 0, 300, 37)
+PROBE_WINDOWS = (0, 5)
+# Relative error that no rounding makes and any wrong mask exceeds.
+TOLERANCE = 0.02
+
+_choices: dict[tuple[torch.device, torch.dtype], str] = {}
+
+
+def available(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
+    """Every backend, with "yes" or one line that says why not; kernels may compile for seconds."""
+    return {name: _probe(name, _placed(device), dtype) for name in BACKENDS}
+
+
+def choose(name: str, device: torch.device, dtype: torch.dtype) -> str:
+    """The backend of a name, or for "auto" the first of the table that can be had."""
+    device = _placed(device)
+    if name == "auto":
+        return next(n for n in BACKENDS if _is_first(n, device, dtype))
+    answer = _probe(find_backend(name).name, device, dtype)
+    if answer == "yes":
+        return name
+    usable = [other for other, text in available(device, dtype).items() if text == "yes"]
+    raise UnderparError(
+        f"attention backend {name!r} cannot be had on {device} in {dtype} ({answer}); "
+        f"use one of {', '.join(['auto', *usable])}"
+    )
+
+
+def _is_first(name: str, device: torch.device, dtype: torch.dtype) -> bool:
+    # Torch alone runs it, everywhere: no trial is needed, and none is waited for.
+    if name == SDPA.name:
+        return True
+    return not BACKENDS[name].by_name and _probe(name, device, dtype) == "yes"
+
+
+def set_backend(name: str, device: torch.device, dtype: torch.dtype) -> str:
+    """Choose for the rest of the process, for this device and precision; returns the choice.
+
+    What is already compiled keeps the choice it was compiled with.
+    """
+    chosen = choose(name, device, dtype)
+    _choices[_placed(device), dtype] = chosen
+    return chosen
+
+
+def backend_of(device: torch.device, dtype: torch.dtype) -> str:
+    """The process's choice for a device and precision, made at first use if none was set."""
+    # Where nothing is computed nothing can be tried.
+    if device.type == "meta":
+        return REFERENCE.name
+    place = _placed(device), dtype
+    if place not in _choices:
+        _choices[place] = choose("auto", device, dtype)
+    return _choices[place]
+
+
+# A compiler calls it while it traces, and keeps the answer. This is what
+# torch.compiler.assume_constant_result does, less its import of the compiler.
+backend_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _placed(device: torch.device) -> torch.device:
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+@cache
+def _probe(name: str, device: torch.device, dtype: torch.dtype) -> str:
+    backend = find_backend(name)
+    if reason := backend.refuse(device, dtype):
+        return reason
+    expected = EXPECTED + compiler_errors()
+    try:
+        # Whatever mode the first user is in: a tensor of inference mode could not be trained on.
+        with torch.inference_mode(False):
+            return _try(backend, device, dtype)
+    except expected as error:
+        first = str(error).strip().partition("\n")[0]
+        return f"{type(error).__name__}: {first[:160]}"
+
+
+def _try(backend: Backend, device: torch.device, dtype: torch.dtype) -> str:
+    cu = torch.tensor([0, *accumulate(PROBE_LENGTHS)], dtype=torch.int32, device=device)
+    # A generator of its own: a probe leaves the stream of random numbers as it was.
+    source = torch.Generator().manual_seed(0)
+    num = sum(PROBE_LENGTHS)
+    grad, q, k, v = (
+        torch.randn(num, heads, 64, generator=source).to(device, dtype) for heads in (4, 4, 2, 2)
+    )
+    for window in PROBE_WINDOWS:
+        pieces = Pieces(cu, max(PROBE_LENGTHS), window)
+        expected = _run(REFERENCE, (grad, q, k, v), pieces)
+        for got, want in zip(_run(backend, (grad, q, k, v), pieces), expected, strict=True):
+            wrong = got.cpu().double() - want.cpu().double()
+            error = float(wrong.norm() / want.cpu().double().norm())
+            # Not "error > TOLERANCE", which NaN would pass.
+            if not error <= TOLERANCE:
+                return f"wrong results: relative error {error:.2g} with a window of {window}"
+    return "yes"
+
+
+def _run(
+    backend: Backend, tensors: tuple[Tensor, Tensor, Tensor, Tensor], pieces: Pieces
+) -> list[Tensor]:
+    grad, q, k, v = tensors
+    # As the operator calls it.
+    with torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
+        out, lse = backend.forward(q, k, v, pieces)
+        return [out, *backend.backward(grad, Saved(q, k, v, out, lse), pieces)]

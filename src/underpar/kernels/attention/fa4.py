@@ -1,0 +1,50 @@
+"""Packed attention by FlashAttention-4 (package flash-attn-4), where it is installed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from underpar.kernels.attention.backend import Backend, Gradients, Pieces, Saved
+
+# Called below its autograd function, which torch.compile cannot follow. Each kernel compiles at
+# its first use, in seconds.
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor]:
+    """(out, lse); the scale is 1 / sqrt(D) by default."""
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    # Releases return more values than these two, and not all the same number.
+    out, lse, *_ = _flash_attn_fwd(q, k, v, return_lse=True, **_layout(pieces))
+    return out, lse
+
+
+def backward(grad: Tensor, saved: Saved, pieces: Pieces) -> Gradients:
+    """Gradients of q, k and v."""
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    q, k, v, out, lse = saved
+    dq, dk, dv, *_ = _flash_attn_bwd(q, k, v, out, grad, lse, **_layout(pieces))
+    return dq, dk, dv
+
+
+def _layout(pieces: Pieces) -> dict[str, Any]:
+    lengths = {"max_seqlen_q": pieces.max_len, "max_seqlen_k": pieces.max_len}
+    cuts = {"cu_seqlens_q": pieces.cu, "cu_seqlens_k": pieces.cu}
+    if pieces.window:
+        return {**cuts, **lengths, "window_size_left": pieces.window, "window_size_right": 0}
+    return {**cuts, **lengths, "causal": True}
+
+
+def compiler_errors() -> tuple[type[Exception], ...]:
+    """What the kernels' compiler raises: classes of its own, which derive from no usual one."""
+    try:
+        from cutlass.base_dsl.common import DSLBaseError
+    except ImportError:
+        return ()
+    return (DSLBaseError,)
+
+
+FA4 = Backend("fa4", "FlashAttention-4", forward, backward, has_lse=True, cuda_halves=True)

@@ -1,0 +1,99 @@
+"""Packed attention as one registered operator, opaque to compilers, whatever computes it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import define, impl, register_autograd, register_fake
+
+from underpar.kernels.attention.backend import Gradients, Pieces, Saved
+from underpar.kernels.attention.choice import backend_of
+from underpar.kernels.attention.table import find_backend
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    /,
+    cu: Tensor,
+    max_len: int,
+    window: int = 0,
+    backend: str | None = None,
+) -> Tensor:
+    """Causal softmax attention within each piece; q (N, H, D), k and v (N, K, D) -> (N, H, D).
+
+    Piece s holds the tokens cu[s] to cu[s+1], at most `max_len`. Query head h reads key head
+    h // (H / K). The scale is 1 / sqrt(D). A `window` above 0 lets a query see that many tokens
+    before its own. The backend is the process's choice unless it is named.
+    """
+    assert q.dtype == k.dtype == v.dtype and q.size(1) % k.size(1) == 0
+    assert cu.dtype == torch.int32 and cu.device == q.device and window >= 0
+    name = backend_of(q.device, q.dtype) if backend is None else backend
+    out: Tensor = torch.ops.underpar.attend(q, k, v, cu, [max_len, window], name)[0]
+    return out
+
+
+# Defined by schema and not by torch.library.custom_op, whose first call imports the compiler.
+# `limits` are max_len and window; `saved` are the tensors of Saved.
+define(
+    "underpar::attend",
+    "(Tensor q, Tensor k, Tensor v, Tensor cu, int[] limits, str backend) -> (Tensor, Tensor)",
+)
+define(
+    "underpar::attend_backward",
+    "(Tensor grad, Tensor[] saved, Tensor cu, int[] limits, str backend)"
+    " -> (Tensor, Tensor, Tensor)",
+)
+
+
+@impl("underpar::attend", "CompositeExplicitAutograd")
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, cu: Tensor, limits: list[int], backend: str
+) -> tuple[Tensor, Tensor]:
+    # An operator computes in the precision that it is given.
+    with torch.autocast(q.device.type, enabled=False):
+        out, lse = find_backend(backend).forward(q, k, v, Pieces(cu, *limits))
+    return out.contiguous(), lse
+
+
+@register_fake("underpar::attend")
+def _(
+    q: Tensor, k: Tensor, v: Tensor, cu: Tensor, limits: list[int], backend: str
+) -> tuple[Tensor, Tensor]:
+    shape = (q.size(1), q.size(0)) if find_backend(backend).has_lse else (0,)
+    return q.new_empty(q.shape), q.new_empty(shape, dtype=torch.float32)
+
+
+@impl("underpar::attend_backward", "CompositeExplicitAutograd")
+def _attend_backward(
+    grad: Tensor, saved: list[Tensor], cu: Tensor, limits: list[int], backend: str
+) -> Gradients:
+    with torch.autocast(grad.device.type, enabled=False):
+        dq, dk, dv = find_backend(backend).backward(
+            grad.contiguous(), Saved(*saved), Pieces(cu, *limits)
+        )
+    return dq.contiguous(), dk.contiguous(), dv.contiguous()
+
+
+@register_fake("underpar::attend_backward")
+def _(grad: Tensor, saved: list[Tensor], cu: Tensor, limits: list[int], backend: str) -> Gradients:
+    q, k, v, *_ = saved
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, cu, ctx.limits, ctx.backend = inputs
+    ctx.save_for_backward(q, k, v, *output, cu)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    *saved, cu = ctx.saved_tensors
+    gradients = torch.ops.underpar.attend_backward(grad, saved, cu, ctx.limits, ctx.backend)
+    return *gradients, None, None, None
+
+
+register_autograd("underpar::attend", _differentiate, setup_context=_save)

@@ -1,0 +1,127 @@
+"""How fast each attention backend is on the real shapes: one row a backend, context and window."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from underpar.data.loader import Segments, segments_from_starts
+from underpar.kernels.attention import attend, available
+from underpar.runtime import Runtime, open_runtime
+
+HEADS = (8, 4, 4)
+HEAD_DIM = 64
+CONTEXTS = (1024, 2048, 3072)
+WINDOWS = (0, 512)
+# Tokens of a mean document of the FineWeb validation split.
+MEAN_DOCUMENT_TOKENS = 957
+# A CPU shows that the table works, not how fast it is.
+MOST_CPU_TOKENS = 512
+WARMUPS = 3
+REPEATS = 20
+
+
+@dataclass(frozen=True)
+class Row:
+    """Medians of one backend; `pieces` are equal or as random documents are cut."""
+
+    backend: str
+    pieces: str
+    context: int
+    window: int
+    forward_ms: float
+    both_ms: float
+
+
+def attention_table(
+    runtime: Runtime, num_tokens: int = 98304, contexts: Sequence[int] = CONTEXTS
+) -> list[Row]:
+    """Every backend that can be had, bf16 on CUDA and small and fp32 elsewhere."""
+    return list(measure_rows(runtime, num_tokens, contexts))
+
+
+def measure_rows(runtime: Runtime, num_tokens: int, contexts: Sequence[int]) -> Iterator[Row]:
+    """The rows of the table, each as soon as it is measured."""
+    device = runtime.device
+    on_gpu = device.type == "cuda"
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    num = num_tokens if on_gpu else min(num_tokens, MOST_CPU_TOKENS)
+    tensors = [
+        torch.randn(num, h, HEAD_DIM, device=device, dtype=dtype, requires_grad=True) for h in HEADS
+    ]
+    usable = [name for name, answer in available(device, dtype).items() if answer == "yes"]
+    for context in contexts:
+        for pieces, segments in _cut(num, context).items():
+            for window in WINDOWS:
+                for name in usable:
+                    calls = _calls(tensors, segments.to(device), window, name)
+                    forward, both = (_median_ms(call, runtime) for call in calls)
+                    yield Row(name, pieces, context, window, forward, both)
+
+
+def _cut(num_tokens: int, context: int) -> dict[str, Segments]:
+    rng = np.random.default_rng(0)
+    lengths = 1 + rng.exponential(MEAN_DOCUMENT_TOKENS, num_tokens).astype(np.int64)
+    starts = np.cumsum(lengths)
+    return {
+        "equal": segments_from_starts(np.zeros(0, dtype=np.int64), num_tokens, context),
+        "documents": segments_from_starts(starts[starts < num_tokens], num_tokens, context, 64),
+    }
+
+
+def _calls(
+    tensors: list[Tensor], segments: Segments, window: int, backend: str
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    q, k, v = tensors
+    grad = torch.randn_like(q)
+
+    def forward() -> Tensor:
+        return attend(q, k, v, segments.cu, segments.max_len, window, backend)
+
+    def both() -> object:
+        return torch.autograd.grad(forward(), tensors, grad)
+
+    return torch.no_grad()(forward), both
+
+
+def _median_ms(call: Callable[[], object], runtime: Runtime) -> float:
+    for _ in range(WARMUPS):
+        call()
+    runtime.synchronize()
+    time_once = _device_ms if runtime.device.type == "cuda" else _clock_ms
+    return statistics.median(time_once(call) for _ in range(REPEATS))
+
+
+def _device_ms(call: Callable[[], object]) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
+
+
+def _clock_ms(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    call()
+    return 1000 * (time.perf_counter() - started)
+
+
+def main() -> None:
+    """Print the answers of all backends, then the table, one JSON object a line."""
+    runtime = open_runtime()
+    dtype = torch.bfloat16 if runtime.device.type == "cuda" else torch.float32
+    print(json.dumps(available(runtime.device, dtype)), flush=True)
+    for row in measure_rows(runtime, 98304, CONTEXTS):
+        print(json.dumps(asdict(row)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

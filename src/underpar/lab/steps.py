@@ -1,0 +1,135 @@
+"""Training steps of a recipe on made-up documents: tokens a second, memory, number of graphs.
+
+After the warm-up nothing may be compiled again: a recompilation is an error here, as a break of the
+graph always is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from underpar.data.loader import CU_BUCKET, Batch, MicroBatch, equal_plan, segments_from_starts
+from underpar.kernels.attention import backend_of
+from underpar.model.gpt import GPT
+from underpar.recipe import TrainPart
+from underpar.runtime import Runtime
+from underpar.seams import BOS_ID
+from underpar.train.optimizer import Optimizer
+from underpar.train.step import accumulate, compile_loss, mean_loss
+
+# Tokens of the mean document of the published validation set.
+MEAN_DOCUMENT_TOKENS = 957
+WARMUP_STEPS = 2
+# Start and end of training: a loop is off at the first and on at the second.
+ENDS = (0.0, 1.0)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of equal steps, at one point of training."""
+
+    progress: float
+    visits: int
+    steps: int
+    step_ms: float
+    tokens_per_second: float
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What the steps of one recipe took; `memory_bytes` is the peak, 0 where it is not counted."""
+
+    attention: str
+    compiled: bool
+    step_tokens: int
+    warmup_seconds: float
+    num_graphs: int
+    memory_bytes: int
+    losses: tuple[float, float]
+    phases: tuple[Phase, ...]
+
+
+def measure_steps(
+    model: GPT,
+    part: TrainPart,
+    runtime: Runtime,
+    num_steps: int = 50,
+    on_share: Callable[[float], None] = lambda share: None,
+) -> Steps:
+    """Take `num_steps` steps, half of them as at the start of training and half as at its end."""
+    training = _Training(model, part, runtime)
+    started = time.perf_counter()
+    warm = [float(training.step(p)) for p in ENDS for _ in range(WARMUP_STEPS)]
+    warmup_seconds = time.perf_counter() - started
+    num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    phases: list[Phase] = []
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for p in ENDS:
+            on_share((1 + len(phases)) / (1 + len(ENDS)))
+            seconds, loss = training.timed(p, num_steps // len(ENDS))
+            speed = training.step_tokens / seconds
+            visits = len(model.plan)
+            phases.append(Phase(p, visits, num_steps // len(ENDS), 1e3 * seconds, speed))
+    on_gpu = runtime.device.type == "cuda"
+    return Steps(
+        attention=backend_of(runtime.device, runtime.dtype),
+        compiled=runtime.compiled,
+        step_tokens=training.step_tokens,
+        warmup_seconds=warmup_seconds,
+        num_graphs=num_graphs if runtime.compiled else 0,
+        memory_bytes=torch.cuda.max_memory_allocated() if on_gpu else 0,
+        losses=(warm[0], loss),
+        phases=tuple(phases),
+    )
+
+
+class _Training:
+    """A model, its optimizer and an endless supply of batches."""
+
+    def __init__(self, model: GPT, part: TrainPart, runtime: Runtime) -> None:
+        contexts = part.contexts or (part.context,)
+        self.plan = equal_plan(part.num_micro_batches, part.micro_batch_tokens, contexts)
+        self.step_tokens = sum(micro.tokens for micro in self.plan)
+        self.model, self.runtime = model, runtime
+        self._optimizer = Optimizer(model, part)
+        self._batches = made_up_batches(self.plan, model.spec.vocab_size, part.seed)
+        self._loss_of = compile_loss() if runtime.compiled else mean_loss
+
+    def step(self, p: float) -> Tensor:
+        """One step at progress p; its loss."""
+        self.model.set_progress(p)
+        loss = accumulate(self.model, self._batches, len(self.plan), self.runtime, self._loss_of)
+        self._optimizer.step(1.0, 0.9)
+        return loss
+
+    def timed(self, p: float, num_steps: int) -> tuple[float, float]:
+        """Seconds a step and the last loss."""
+        self.runtime.synchronize()
+        started = time.perf_counter()
+        for _ in range(num_steps):
+            loss = self.step(p)
+        self.runtime.synchronize()
+        return (time.perf_counter() - started) / num_steps, float(loss)
+
+
+def made_up_batches(plan: Sequence[MicroBatch], vocab_size: int, seed: int) -> Iterator[Batch]:
+    """Random tokens in documents of exponential lengths, without end."""
+    rng = np.random.default_rng(seed)
+    for micro in cycle(plan):
+        lengths = 2 + rng.exponential(MEAN_DOCUMENT_TOKENS, micro.tokens).astype(np.int64)
+        ends = np.cumsum(lengths)
+        starts = np.append(0, ends[ends < micro.tokens])
+        tokens = rng.integers(2, vocab_size, micro.tokens + 1)
+        tokens[starts] = BOS_ID
+        yield Batch(
+            inputs=torch.from_numpy(tokens[:-1]),
+            targets=torch.from_numpy(tokens[1:]),
+            segments=segments_from_starts(starts, micro.tokens, micro.context, CU_BUCKET),
+        )

@@ -1,0 +1,52 @@
+"""MLP output gate: one gate a token and block on what the MLP adds.
+
+Twelve channels and a bias decide how much of the MLP's answer this token takes; at the start all of
+it. Source: PR 1941 (143 parameters, 0.85 mBPB in three paired seeds). Legal: it reads the token's
+own state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from underpar.recipe import ModelSpec, require
+
+STAGE = "model"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`width`: channels the gate reads."""
+
+    width: int = 12
+
+    def __post_init__(self) -> None:
+        require(self.width > 0, f"levers.mlp_gate.width = {self.width}: expected 1 or more")
+
+
+class MLPGate(nn.Module):
+    """y * 2 sigmoid(w . x[:width] + b) in each layer."""
+
+    def __init__(self, settings: Settings, spec: ModelSpec) -> None:
+        super().__init__()
+        self.width = min(settings.width, spec.dim)
+        self.gate = nn.Parameter(torch.zeros(spec.num_layers, self.width))
+        self.bias = nn.Parameter(torch.zeros(spec.num_layers))
+
+    def neutral_(self) -> None:
+        """Set the gates to 1, for every token."""
+        nn.init.zeros_(self.gate)
+        nn.init.zeros_(self.bias)
+
+    def mlp_out(self, layer: int, y: Tensor, x: Tensor) -> Tensor:
+        """Gate the MLP's output y (N, dim) by its input x (N, dim)."""
+        gate = x[:, : self.width].to(y.dtype) @ self.gate[layer].to(y.dtype) + self.bias[layer]
+        return y * (2.0 * torch.sigmoid(gate)).to(y.dtype)[:, None]
+
+
+def plug(settings: Settings, spec: ModelSpec) -> MLPGate:
+    """The module to hook in."""
+    return MLPGate(settings, spec)

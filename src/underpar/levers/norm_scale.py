@@ -1,0 +1,43 @@
+"""Norm scale: the normed input of layer l is divided by sqrt(l + 1).
+
+Deep layers start with smaller inputs and so with smaller steps of the stream. The layer counts, not
+the visit: a looped layer keeps its scale. Source: PR 315 (with partial rotary positions 2.3 mBPB
+jointly; LayerNorm scaling, Sun et al. 2025, arXiv:2502.05795). Legal: a constant of each layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from underpar.recipe import ModelSpec
+
+STAGE = "model"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The scale of layer l is (l + 1) ** -power."""
+
+    power: float = 0.5
+
+
+NEUTRAL = Settings(power=0.0)
+
+
+class NormScale(nn.Module):
+    """No parameters."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        self.power = settings.power
+
+    def normed(self, layer: int, x: Tensor) -> Tensor:
+        """Scale a normed input (N, dim)."""
+        return x * (layer + 1) ** -self.power
+
+
+def plug(settings: Settings, spec: ModelSpec) -> NormScale:
+    """The module to hook in."""
+    return NormScale(settings)

@@ -1,0 +1,67 @@
+"""Partial rotary positions: only the first channels of each head carry a place.
+
+The other channels compare content wherever it stands, which short training learns faster. With
+`ntk_context` the base grows when pieces are longer than that, so that the slowest channels still
+turn as far as they did in pieces of that length. Source: PR 315 (16 of 64 channels, with the norm
+scale: 2.3 mBPB); NTK-aware scaling (bloc97 2023, as in PR 1219). Legal: a function of positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from underpar.recipe import ModelSpec, require
+
+STAGE = "model"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`dims`: rotated channels a head (0: all); `ntk_context`: longest plain piece, 0 for all."""
+
+    dims: int = 16
+    ntk_context: int = 0
+
+    def __post_init__(self) -> None:
+        even = self.dims >= 0 and self.dims % 2 == 0
+        require(even, f"levers.partial_rope.dims = {self.dims}: expected an even number, 0 or more")
+        length = self.ntk_context
+        require(length >= 0, f"levers.partial_rope.ntk_context = {length}: expected 0 or more")
+
+
+NEUTRAL = Settings(dims=0)
+
+
+class PartialRope(nn.Module):
+    """base ** (-2j / dims) for the pairs j of the first `dims` channels."""
+
+    exponents: Tensor
+
+    def __init__(self, settings: Settings, spec: ModelSpec) -> None:
+        super().__init__()
+        dims = settings.dims or spec.head_dim
+        require(
+            dims <= spec.head_dim,
+            f"levers.partial_rope.dims = {dims}: a head has {spec.head_dim} channels",
+        )
+        self.base, self.dims, self.ntk_context = spec.rope_base, dims, settings.ntk_context
+        exponents = torch.arange(0, dims, 2, dtype=torch.float32) / dims
+        self.register_buffer("exponents", exponents, persistent=False)
+
+    def base_at(self, context: int) -> float:
+        """The base for pieces of `context` tokens."""
+        if not self.ntk_context or context <= self.ntk_context:
+            return self.base
+        return self.base * (context / self.ntk_context) ** (self.dims / (self.dims - 2))
+
+    def frequencies(self, context: int) -> Tensor:
+        """Frequencies (dims / 2,), in fp32."""
+        return self.base_at(context) ** -self.exponents
+
+
+def plug(settings: Settings, spec: ModelSpec) -> PartialRope:
+    """The module to hook in."""
+    return PartialRope(settings, spec)

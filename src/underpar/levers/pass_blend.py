@@ -1,0 +1,67 @@
+"""Frozen pass blend: repeated visits are mixed with the first pass, by constants learned elsewhere.
+
+x <- beta_i x_out + sum_j alpha_ij first_j, where first_j is what looped layer j gave in the first
+pass; no gradient flows into it. Source: PR 1779 (first constants), PR 1801 (those used here, 0.5
+mBPB against PR 1787). Legal: constants fixed before training; it reads the token's own states.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from underpar.recipe import ModelSpec, require
+from underpar.seams import Stream, Visit, check_layers
+
+STAGE = "model"
+NEEDS = ("loop",)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Constants of the looped `layers`: one `beta` each, and the rows of `alpha` in a line."""
+
+    layers: tuple[int, ...] = (3, 4, 5)
+    beta: tuple[float, ...] = (1.56, 1.85, 2.13)
+    alpha: tuple[float, ...] = (0.23, 0.04, 0.03, 0.13, -0.34, 0.01, 0.06, 0.19, -0.02)
+
+    def __post_init__(self) -> None:
+        num = len(self.layers)
+        require(
+            len(self.beta) == num and len(self.alpha) == num * num,
+            f"levers.pass_blend: {num} layers want {num} values of beta and {num * num} of alpha, "
+            f"got {len(self.beta)} and {len(self.alpha)}",
+        )
+
+
+NEUTRAL = Settings(beta=(1.0,) * 3, alpha=(0.0,) * 9)
+
+
+class PassBlend(nn.Module):
+    """No parameters: the constants are settings."""
+
+    def __init__(self, settings: Settings, spec: ModelSpec) -> None:
+        super().__init__()
+        check_layers("pass_blend", settings.layers, spec)
+        self.settings = settings
+
+    def after(self, visit: Visit, x_in: Tensor, stream: Stream) -> None:
+        """Keep first outputs; blend them into later ones."""
+        layers = self.settings.layers
+        if visit.layer not in layers:
+            return
+        firsts = stream.kept.setdefault("pass_blend", {})
+        if not visit.repeat:
+            firsts[visit.layer] = stream.x.detach()
+            return
+        i = layers.index(visit.layer)
+        x = self.settings.beta[i] * stream.x
+        for j, layer in enumerate(layers):
+            x = x + self.settings.alpha[i * len(layers) + j] * firsts[layer]
+        stream.x = x
+
+
+def plug(settings: Settings, spec: ModelSpec) -> PassBlend:
+    """The module to hook in."""
+    return PassBlend(settings, spec)

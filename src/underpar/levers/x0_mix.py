@@ -1,0 +1,48 @@
+"""x0 mixing: every block starts from a learned mix of the stream and the first embedding.
+
+A gain for each channel on both; what the token is stays within reach of every layer. Source: the
+residual mix of modded-nanogpt, as in PR 2014, PR 1894 and PR 1219. Legal: it reads the token's own
+embedding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from underpar.recipe import ModelSpec
+from underpar.seams import Stream
+
+STAGE = "model"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Nothing to set."""
+
+
+class X0Mix(nn.Module):
+    """m0 * x + m1 * x0 in each layer, starting at 1 and 0."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(spec.num_layers, 2, spec.dim))
+        self.neutral_()
+
+    @torch.no_grad()
+    def neutral_(self) -> None:
+        """Take all of the stream and nothing of the embedding."""
+        self.weight[:, 0] = 1.0
+        self.weight[:, 1] = 0.0
+
+    def mix(self, layer: int, x: Tensor, stream: Stream) -> Tensor:
+        """Mix the stream x (N, dim) with its start."""
+        m = self.weight[layer].to(x.dtype)
+        return m[0] * x + m[1] * stream.start
+
+
+def plug(settings: Settings, spec: ModelSpec) -> X0Mix:
+    """The module to hook in."""
+    return X0Mix(spec)
