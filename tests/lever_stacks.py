@@ -18,22 +18,42 @@ from underpar.recipe import Recipe, load_recipe
 CPU = torch.device("cpu")
 
 ALL = list(LEVERS)
+
+
+def variants_of(name: str) -> tuple[Any, ...]:
+    """Settings with which a lever is tested."""
+    module: Any = lever_module(name)
+    return tuple(getattr(module, "TINY", (module.Settings(),)))
+
+
+# Each model lever by name, and "name/1" with the second of its settings.
 MODEL = [name for name in ALL if lever_module(name).STAGE == "model"]
+MODEL += [f"{name}/{i}" for name in MODEL for i in range(1, len(variants_of(name)))]
 
 
-def stack_with(*names: str, settings: Any = None) -> Recipe:
+def stack_with(*cases: str, settings: Any = None) -> Recipe:
     """The cpu overlay with these levers, and with those that they need."""
     levers: dict[str, Any] = {}
-    for name in names:
-        module: Any = lever_module(name)
-        levers |= {other: levers.get(other, {}) for other in getattr(module, "NEEDS", ())}
-        levers[name] = asdict(settings or getattr(module, "TINY", module.Settings()))
+    for case in cases:
+        name, _, variant = case.partition("/")
+        levers |= {other: levers.get(other, {}) for other in needs_of(name)}
+        levers[name] = asdict(settings or variants_of(name)[int(variant or 0)])
     return _with_levers(levers)
 
 
-def stack_without(name: str) -> Recipe:
+def stack_without(case: str) -> Recipe:
     """The same stack but for the lever itself."""
-    return _with_levers({other: {} for other in getattr(lever_module(name), "NEEDS", ())})
+    return _with_levers({other: {} for other in needs_of(lever_of(case))})
+
+
+def lever_of(case: str) -> str:
+    """The lever of a case."""
+    return case.partition("/")[0]
+
+
+def needs_of(name: str) -> tuple[str, ...]:
+    """Levers without which this one does nothing."""
+    return tuple(getattr(lever_module(name), "NEEDS", ()))
 
 
 def _with_levers(levers: dict[str, Any]) -> Recipe:
@@ -41,21 +61,23 @@ def _with_levers(levers: dict[str, Any]) -> Recipe:
     return replace(recipe, levers=levers)
 
 
-def groups_of(names: Sequence[str]) -> list[tuple[str, ...]]:
-    """All levers in as few stacks as can be built; two that take one place go to two stacks."""
+def groups_of(cases: Sequence[str]) -> list[tuple[str, ...]]:
+    """All cases in as few stacks as can be built; two that take one place go to two stacks."""
     groups: list[tuple[str, ...]] = []
-    for name in names:
-        fitting = [i for i, group in enumerate(groups) if _builds(*group, name)]
+    for case in cases:
+        fitting = [i for i, group in enumerate(groups) if _builds(*group, case)]
         if fitting:
-            groups[fitting[0]] += (name,)
+            groups[fitting[0]] += (case,)
         else:
-            groups.append((name,))
+            groups.append((case,))
     return groups
 
 
-def _builds(*names: str) -> bool:
+def _builds(*cases: str) -> bool:
+    if len({lever_of(case) for case in cases}) < len(cases):
+        return False
     try:
-        weight_shapes(stack_with(*names))
+        weight_shapes(stack_with(*cases))
     except RecipeError:
         return False
     return True

@@ -36,6 +36,10 @@ def find_lever(name: str) -> LeverModule:
     return lever_module(name)
 
 
+# Rows, widths and lengths that levers may ask for: a foreign recipe is checked before it is built.
+LARGEST_SIZE = 1 << 24
+
+
 def lever_settings(recipe: Recipe) -> dict[str, Any]:
     """Checked settings of every lever that the recipe names."""
     settings = {}
@@ -43,9 +47,19 @@ def lever_settings(recipe: Recipe) -> dict[str, Any]:
         module = find_lever(name)
         kind = module.Settings
         settings[name] = kind(**fields_from(kind, table, f"levers.{name}"))
+        _check_sizes(name, settings[name])
         for other in getattr(module, "NEEDS", ()):
             require(other in recipe.levers, f"lever {name!r} does nothing without {other!r}")
     return settings
+
+
+def _check_sizes(name: str, settings: Any) -> None:
+    for key, value in asdict(settings).items():
+        largest = max(value, default=0) if isinstance(value, tuple) else value
+        require(
+            not isinstance(largest, int) or largest <= LARGEST_SIZE,
+            f"levers.{name}.{key} = {value}: expected at most {LARGEST_SIZE}",
+        )
 
 
 def resolve_levers(recipe: Recipe) -> Recipe:

@@ -68,6 +68,8 @@ class ModelSpec:
             f"model.dim = {self.dim}, num_heads = {self.num_heads}: a head of {self.head_dim} "
             "channels cannot be rotated in pairs; make it even",
         )
+        require(self.rope_base > 0, f"model.rope_base = {self.rope_base}: expected more than 0")
+        require(self.embed_std >= 0, f"model.embed_std = {self.embed_std}: expected 0 or more")
         require(self.softcap > 0, f"model.softcap = {self.softcap}: expected more than 0")
 
     @property

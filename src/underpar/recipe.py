@@ -11,7 +11,6 @@ import dataclasses
 import difflib
 import hashlib
 import json
-import math
 import tomllib
 import typing
 from collections.abc import Mapping, Sequence
@@ -32,6 +31,9 @@ from underpar.parts import (
 )
 
 Tree = dict[str, Any]
+
+# Above any count of tokens or bytes, and within what tensors and files can hold.
+LARGEST_NUMBER = 1e15
 
 
 @dataclass(frozen=True)
@@ -169,8 +171,8 @@ def _typed(hint: Any, value: Any, where: str) -> Any:
         return tuple(_typed(items[0], v, where) for v in value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
-    finite = not isinstance(value, float) or math.isfinite(value)
-    require(finite, f"{where} = {value!r}: expected a finite number")
+    finite = not isinstance(value, int | float) or abs(value) <= LARGEST_NUMBER
+    require(finite, f"{where} = {value!r}: expected a finite number, at most {LARGEST_NUMBER:.0e}")
     right = isinstance(value, hint) and not (isinstance(value, bool) and hint is not bool)
     require(right, f"{where} = {value!r}: expected {hint.__name__}")
     return value

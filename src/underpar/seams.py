@@ -26,6 +26,7 @@ BOS_ID = 1
 # Lists: every lever that has the method is called, in the order of the lever table.
 MODEL_SEAMS = (
     "progress",
+    "check",
     "order",
     "embed",
     "stem",
@@ -49,9 +50,22 @@ def check_layers(lever: str, layers: tuple[int, ...], spec: ModelSpec) -> tuple[
     for layer in layers:
         require(
             0 <= layer < spec.num_layers,
-            f"levers.{lever}: layer {layer} is not one of 0 to {spec.num_layers - 1}",
+            f"levers.{lever}: layer {layer} is not one of 0 to {spec.num_layers - 1}; name others "
+            "or set model.num_layers",
         )
+    require(len(set(layers)) == len(layers), f"levers.{lever}: {layers} names a layer twice")
     return layers
+
+
+def take_turns(start: int, *stacks: Sequence[Any]) -> None:
+    """From block `start` on, silence attention in even layers and the MLP in odd ones.
+
+    Side by side is then the same as one after the other: for `agree_`.
+    """
+    for blocks in stacks:
+        for layer in range(start, len(blocks)):
+            block = blocks[layer]
+            (block.mlp_scale if layer % 2 else block.attn_scale).zero_()
 
 
 @dataclass(frozen=True)
@@ -89,8 +103,8 @@ class LeverModule(Protocol):
     Settings: type
 
     # Optional: NEEDS, names of levers without which this one does nothing; NEUTRAL, the settings
-    # that equal the stack without it, for a lever that has no parameters; TINY, settings that show
-    # in a model of cpu size, where the defaults would not.
+    # that equal the stack without it, for a lever that has no parameters; TINY, a tuple of settings
+    # for the contract tests, where the defaults would not show in a small model or not be all.
 
     def plug(self, settings: Any, spec: ModelSpec) -> Any:
         """The object whose methods are the hooks."""
@@ -222,6 +236,9 @@ class ModelHook(Protocol):
     def agree_(self, blocks: Sequence[Any], plain: Sequence[Any]) -> None:
         """Where no parameters of its own make a lever neutral: what these blocks, and those of the
         plain stack, need besides."""
+
+    def check(self, plan: Sequence[Visit]) -> None:
+        """Refuse the visits of scoring, with a RecipeError, where the settings do not fit them."""
 
     def dead(self, plan: Sequence[Visit]) -> dict[str, Tensor]:
         """Parameter -> mask of elements that this plan never uses, so no gradient reaches them."""

@@ -13,7 +13,7 @@ from tiny import TinyRun
 from underpar import pipeline
 from underpar.artifact.budget import read_budget
 from underpar.errors import ArtifactError, RecipeError
-from underpar.recipe import load_recipe
+from underpar.recipe import list_recipes, load_recipe
 from underpar.run import RunFolder
 from underpar.submit.bundle import bundle
 
@@ -60,8 +60,10 @@ def test_a_forecast_is_close_to_the_packed_size(tiny_run: TinyRun) -> None:
 
 
 @pytest.mark.slow
-def test_the_full_size_baseline_fits_the_cap() -> None:
-    budget = pipeline.forecast_size(load_recipe("baseline"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(list_recipes()))
+def test_every_recipe_fits_the_cap_at_full_size(name: str) -> None:
+    budget = pipeline.forecast_size(load_recipe(name))
     budget.enforce()
     assert budget.total_bytes > 0.95 * budget.cap_bytes
 

@@ -1,8 +1,8 @@
 """What every lever must do, with no code for any one of them."""
 
+import dataclasses
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,13 @@ from lever_stacks import (
     MODEL,
     batch_of,
     groups_of,
+    lever_of,
     randomized,
     stack_with,
     stack_without,
 )
 from underpar import pipeline
-from underpar.build import build_model, plug_levers, resolve_levers
+from underpar.build import build_model, resolve_levers
 from underpar.data.loader import Batch
 from underpar.infer.predictor import Predictor
 from underpar.levers import lever_module
@@ -62,7 +63,10 @@ def test_a_lever_says_what_it_is(lever: LeverModule) -> None:
     assert "Legal:" in doc
     assert any(mark in doc for mark in ("PR ", "arXiv"))
     assert lever.STAGE in ("data", "model", "train", "quant", "infer")
-    assert lever.Settings() == lever.Settings()
+    # Every setting has a default, and none can be changed behind the recipe's back.
+    assert dataclasses.is_dataclass(lever.Settings())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        lever.Settings().anything = 1
 
 
 @pytest.mark.parametrize("names", SMALL_STACKS, ids=lambda names: f"{len(names)}-{names[0]}")
@@ -84,15 +88,14 @@ def train_pack_score(
 ) -> None:
     short = ["train.budget_steps=2", "train.num_micro_batches=1", "train.micro_batch_tokens=256"]
     levers = stack_with(*names).levers
-    recipe = replace(load_recipe("cpu", short), levers=levers)
+    recipe = dataclasses.replace(load_recipe("cpu", short), levers=levers)
     data = data_for(recipe)
     folder = RunFolder(path / "run")
     assert pipeline.train_run(recipe, data, folder, runtime)
     pipeline.pack_run(folder)
     score = pipeline.score_artifact(folder.artifact_file, data, runtime).score
     assert np.isfinite(score.bpb)
-    for name in names:
-        assert plug_levers(recipe, lever_module(name).STAGE)[name] is not None
+    assert set(folder.read_recipe().levers) >= {lever_of(name) for name in names}
 
 
 @pytest.mark.parametrize("name", MODEL)
@@ -119,11 +122,11 @@ def test_a_lever_changes_the_network(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODEL)
 def test_the_neutral_state_is_the_model_without_the_lever(name: str) -> None:
-    module: Any = lever_module(name)
+    module: Any = lever_module(lever_of(name))
     with_lever = randomized(stack_with(name, settings=getattr(module, "NEUTRAL", None)))
     without = randomized(stack_without(name))
     share_weights(with_lever, without)
-    lever: Any = with_lever.levers[name]
+    lever: Any = with_lever.levers[lever_of(name)]
     assert hasattr(module, "NEUTRAL") or hasattr(lever, "neutral_")
     if hasattr(lever, "neutral_"):
         lever.neutral_()
@@ -158,14 +161,14 @@ def test_every_parameter_is_grouped_quantized_and_packed(name: str) -> None:
 def test_gradient_reaches_every_element_that_is_not_dead_by_layout(name: str) -> None:
     model = randomized(stack_with(name)).train()
     mean_loss(model, batch_of([90, 60], 128)).backward()
-    lever: Any = model.levers[name]
+    lever: Any = model.levers[lever_of(name)]
     dead = lever.dead(model.plan) if hasattr(lever, "dead") else {}
     for full, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         assert parameter.grad is not None, full
         assert parameter.grad.any(), full
-        own = full.removeprefix(f"levers.{name}.")
+        own = full.removeprefix(f"levers.{lever_of(name)}.")
         if own == full:
             continue
         still = parameter.grad == 0

@@ -9,7 +9,7 @@ import torch
 
 from lever_stacks import stack_with
 from underpar.build import build_model
-from underpar.levers import LEVERS
+from underpar.levers import LEVERS, lever_module
 from underpar.recipe import Recipe, load_recipe
 from underpar.report.lever_cards import read_card
 from underpar.runtime import Runtime
@@ -79,6 +79,8 @@ def test_it_keeps_every_contract_of_a_model_lever() -> None:
     contract.test_gradient_reaches_every_element_that_is_not_dead_by_layout(NAME)
     contract.test_stepping_equals_pricing_with_the_lever(NAME)
     contract.test_the_stream_stays_half_precision_under_autocast(NAME)
+    contract.test_a_lever_says_what_it_is(lever_module(NAME))
+    contract.compare_compiled((NAME,))
 
 
 def test_it_trains_packs_and_scores(

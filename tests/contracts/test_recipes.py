@@ -65,7 +65,9 @@ def trained(
     runtime: Runtime,
 ) -> tuple[Trainer, Counter[str], dict[str, torch.Tensor]]:
     """A finished trainer at cpu size, calls by lever, and the weights it began with."""
-    overrides = [f"train.budget_steps={STEPS}"]
+    # Without decay, so that only a gradient can move a weight.
+    decays = [f"train.{group}_decay=0" for group in ("matrix", "embed", "scalar")]
+    overrides = [f"train.budget_steps={STEPS}", *decays]
     if "window" in load_recipe(request.param).levers:
         overrides.append("levers.window.size=32")
     recipe = resolve_levers(load_recipe(f"{request.param}+cpu", overrides))

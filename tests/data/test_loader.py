@@ -256,7 +256,9 @@ def test_padding_adds_empty_segments_only(
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("context", [None, 1, 5, 16, 1000])
-def test_a_batch_is_cut_at_its_documents(shard: Shard, order: str, context: int | None) -> None:
+def test_a_batch_is_cut_at_its_documents_or_windows(
+    shard: Shard, order: str, context: int | None
+) -> None:
     loader = Loader(shard, equal_plan(2, 100, [16]), 2, order)
     for step, micro in itertools.product(range(6), range(2)):
         batch, planned = loader.batch(step, micro, context), loader.batch(step, micro)
@@ -264,8 +266,8 @@ def test_a_batch_is_cut_at_its_documents(shard: Shard, order: str, context: int 
         assert torch.equal(batch.targets, planned.targets)
         starts = set(torch.nonzero(batch.inputs == 1).flatten().tolist())
         if order == "sequences":
-            # An epoch holds ten windows, so they stay in step with the stream.
-            starts |= {i for i in range(100) if (step * 200 + micro * 100 + i) % 16 == 0}
+            # An epoch holds ten windows, so they stay in step with the stream; documents do not cut.
+            starts = {i for i in range(100) if (step * 200 + micro * 100 + i) % 16 == 0}
         cu, positions = slow_segments(starts, 100, context or 16)
         assert batch.segments.cu.tolist() == cu + [100] * (-len(cu) % CU_BUCKET)
         assert batch.segments.positions.tolist() == positions

@@ -105,12 +105,13 @@ def test_documents_follow_each_other_without_a_gap(shard: Shard) -> None:
     assert np.array_equal(span.is_start, span.inputs == 1)
 
 
-def test_sequences_start_at_windows_and_documents(shard: Shard) -> None:
+def test_sequences_start_at_windows_and_hold_whole_documents(shard: Shard) -> None:
     order = make_order("sequences", shard, 2, 16)
     span = order.span(0, order.epoch_tokens)
     is_window = np.arange(order.epoch_tokens) % 16 == 0
-    assert np.array_equal(span.is_start, is_window | (span.inputs == 1))
+    assert np.array_equal(span.is_start, is_window)
     assert (span.inputs[is_window] != 1).any(), "no window begins inside a document"
+    assert (span.inputs[~is_window] == 1).any(), "no document begins inside a window"
 
 
 @settings(deadline=None, max_examples=60)

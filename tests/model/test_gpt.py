@@ -101,7 +101,7 @@ def test_query_and_key_scales_do_not_matter(random_model: GPT, tokens: Tensor) -
 def test_logits_stay_below_the_cap(random_model: GPT, tokens: Tensor) -> None:
     with torch.no_grad():
         random_model.embedding.weight.mul_(100)
-    assert float(logits_of(random_model, tokens).abs().max()) <= SPEC.softcap
+    assert logits_of(random_model, tokens).abs().max().item() <= SPEC.softcap
 
 
 def test_every_parameter_gets_a_gradient(random_model: GPT, tokens: Tensor) -> None:
@@ -151,5 +151,5 @@ class Wirer(nn.Module):
 @pytest.mark.parametrize(("kind", "place"), [(Capper, "cap"), (Wirer, "wiring of layer 1")])
 def test_one_place_takes_one_lever(kind: type[nn.Module], place: str) -> None:
     GPT(SPEC, {"one": kind()})
-    with pytest.raises(RecipeError, match=f"one and two: both replace .*{place}"):
+    with pytest.raises(RecipeError, match=f"one and two: both take .*{place}"):
         GPT(SPEC, {"one": kind(), "two": kind()})

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from underpar.artifact.pack import Artifact, num_halves_of, pack, read_table
-from underpar.errors import ArtifactError
+from underpar.artifact.pack import MAX_WEIGHTS, Artifact, num_halves_of, pack, read_table
+from underpar.errors import ArtifactError, RecipeError
 from underpar.quant.rules import quantize_model
 from underpar.recipe import Recipe
 
@@ -92,6 +92,9 @@ def forecast(
     Trained matrices are Gaussian to three digits of their entropy (PR 2046), and the step follows
     the row's deviation, so their scale does not matter.
     """
+    num_weights = sum(math.prod(shape) for shape in shapes.values())
+    if num_weights > MAX_WEIGHTS:
+        raise RecipeError(f"the recipe has {num_weights} weights: expected at most {MAX_WEIGHTS}")
     rng = np.random.default_rng(0)
     weights = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
     if tokenizer is None:

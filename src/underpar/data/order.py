@@ -19,7 +19,7 @@ class Span(NamedTuple):
 
     inputs: Ints  # (N,)
     targets: Ints  # (N,)
-    is_start: npt.NDArray[np.bool_]  # (N,) a document or a piece of the order begins here
+    is_start: npt.NDArray[np.bool_]  # (N,) a piece of the order begins here
 
 
 class Order(ABC):
@@ -46,7 +46,7 @@ class Order(ABC):
         targets = self._tokens[np.minimum(places + 1, last)].astype(np.int64)
         # After the shard's last document comes another, as after every document.
         targets[places == last] = BOS_ID
-        return Span(inputs, targets, is_first | (inputs == BOS_ID))
+        return Span(inputs, targets, is_first)
 
     def _places(self, epoch: int, begin: int, end: int) -> tuple[Ints, npt.NDArray[np.bool_]]:
         """Where in the shard tokens [begin, end) of an epoch lie, and which begin a piece."""
@@ -85,8 +85,8 @@ class SequenceOrder(Order):
     The windows do not overlap, follow each other from a random phase below their length, and each
     holds `window_tokens` inputs; its last target is the token after it. Their number is the same in
     every epoch, so less than two windows of the shard's ends are left out of an epoch. Attention
-    never crosses a window's first token, but a lever that reads the token before finds there the
-    end of the window before.
+    crosses documents inside a window (PR 1894, PR 1219), but never its first token, where a lever
+    that reads the token before finds the end of the window before.
     """
 
     def __init__(self, shard: Shard, seed: int, window_tokens: int) -> None:

@@ -23,7 +23,7 @@ class LaneCache:
         self.context = spec.context
         self._lanes = torch.arange(num_lanes, device=device)
         self.positions = torch.zeros(num_lanes, dtype=torch.long, device=device)
-        self._shape = (2, num_lanes, spec.num_kv_heads, spec.context, spec.head_dim)
+        self._sizes = (spec.num_kv_heads, spec.head_dim)
         # Keys and values by slot of the plan, not by layer: a layer visited twice has two pasts.
         self._slots: dict[int, Tensor] = {}
         self._offsets = torch.arange(spec.context, device=device)
@@ -37,9 +37,7 @@ class LaneCache:
 
     def attend(self, slot: int, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
         """Store this step's k and v (L, K, D) and read back: q (L, H, D) -> (L, H, D)."""
-        if slot not in self._slots:
-            self._slots[slot] = k.new_zeros(self._shape)
-        cache = self._slots[slot]
+        cache = self._room(slot, k)
         cache[0, self._lanes, :, self.positions] = k
         cache[1, self._lanes, :, self.positions] = v
         keys, values = cache[:, :, :, : self._span]  # (L, K, span, D)
@@ -49,6 +47,18 @@ class LaneCache:
             q[:, :, None], keys, values, attn_mask=seen[:, None, None], enable_gqa=True
         )
         return y[:, :, 0]
+
+    def _room(self, slot: int, like: Tensor) -> Tensor:
+        """Keys and values (2, L, K, room, D) of a slot; the room doubles as pieces grow."""
+        num_heads, head_dim = self._sizes
+        cache = self._slots.get(slot)
+        if cache is None:
+            cache = like.new_zeros(2, len(self._lanes), num_heads, self._span, head_dim)
+        elif cache.size(3) < self._span:
+            more = min(max(self._span, 2 * cache.size(3)), self.context) - cache.size(3)
+            cache = F.pad(cache, (0, 0, 0, more))
+        self._slots[slot] = cache
+        return cache
 
     def previous(self, name: str, x: Tensor) -> Tensor:
         """x (L, ...) of the step before; kept until the next step."""
@@ -65,7 +75,6 @@ class LaneCache:
         """Drop all lanes but these, by index."""
         self.positions = self.positions[lanes]
         self._lanes = self._lanes[: len(lanes)]
-        self._shape = (2, len(lanes), *self._shape[2:])
         self._slots = {slot: cache[:, lanes] for slot, cache in self._slots.items()}
         self._last = {name: x[lanes] for name, x in self._last.items()}
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from underpar.data.loader import CU_BUCKET, Batch, MicroBatch, equal_plan, segments_from_starts
+from underpar.errors import BenchError
 from underpar.kernels.attention import backend_of
 from underpar.model.gpt import GPT
 from underpar.recipe import TrainPart
@@ -64,11 +65,16 @@ def measure_steps(
     on_share: Callable[[float], None] = lambda share: None,
 ) -> Steps:
     """Take `num_steps` steps, half of them as at the start of training and half as at its end."""
+    if num_steps < len(ENDS):
+        raise BenchError(f"{num_steps} steps: expected at least {len(ENDS)}, one for each end")
     training = _Training(model, part, runtime)
+    graphs_before = _num_graphs()
+    if runtime.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     started = time.perf_counter()
     warm = [float(training.step(p)) for p in ENDS for _ in range(WARMUP_STEPS)]
     warmup_seconds = time.perf_counter() - started
-    num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    num_graphs = _num_graphs() - graphs_before
     phases: list[Phase] = []
     with torch._dynamo.config.patch(error_on_recompile=True):
         for p in ENDS:
@@ -83,11 +89,15 @@ def measure_steps(
         compiled=runtime.compiled,
         step_tokens=training.step_tokens,
         warmup_seconds=warmup_seconds,
-        num_graphs=num_graphs if runtime.compiled else 0,
+        num_graphs=num_graphs,
         memory_bytes=torch.cuda.max_memory_allocated() if on_gpu else 0,
         losses=(warm[0], loss),
         phases=tuple(phases),
     )
+
+
+def _num_graphs() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 class _Training:
@@ -99,7 +109,7 @@ class _Training:
         self.step_tokens = sum(micro.tokens for micro in self.plan)
         self.model, self.runtime = model, runtime
         self._optimizer = Optimizer(model, part)
-        self._batches = made_up_batches(self.plan, model.spec.vocab_size, part.seed)
+        self._batches = made_up_batches(self.plan, model.spec.vocab_size, part)
         self._loss_of = compile_loss() if runtime.compiled else mean_loss
 
     def step(self, p: float) -> Tensor:
@@ -119,17 +129,21 @@ class _Training:
         return (time.perf_counter() - started) / num_steps, float(loss)
 
 
-def made_up_batches(plan: Sequence[MicroBatch], vocab_size: int, seed: int) -> Iterator[Batch]:
-    """Random tokens in documents of exponential lengths, without end."""
-    rng = np.random.default_rng(seed)
+def made_up_batches(
+    plan: Sequence[MicroBatch], vocab_size: int, part: TrainPart
+) -> Iterator[Batch]:
+    """Random tokens in documents of exponential lengths, without end; cut as `part.order` says."""
+    rng = np.random.default_rng(part.seed)
     for micro in cycle(plan):
         lengths = 2 + rng.exponential(MEAN_DOCUMENT_TOKENS, micro.tokens).astype(np.int64)
         ends = np.cumsum(lengths)
         starts = np.append(0, ends[ends < micro.tokens])
         tokens = rng.integers(2, vocab_size, micro.tokens + 1)
         tokens[starts] = BOS_ID
+        # Sequences take no notice of documents.
+        cuts = starts if part.order == "documents" else np.array([0])
         yield Batch(
             inputs=torch.from_numpy(tokens[:-1]),
             targets=torch.from_numpy(tokens[1:]),
-            segments=segments_from_starts(starts, micro.tokens, micro.context, CU_BUCKET),
+            segments=segments_from_starts(cuts, micro.tokens, micro.context, CU_BUCKET),
         )

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from underpar.recipe import ModelSpec
+from underpar.recipe import ModelSpec, require
 
 STAGE = "infer"
 
@@ -29,28 +29,38 @@ class Settings:
     momentum: float = 0.9
     patterns: tuple[str, ...] = ("levers.*softcap.cap_*", "blocks.*_scale")
 
+    def __post_init__(self) -> None:
+        for key in ("lr", "cap_lr"):
+            rate = getattr(self, key)
+            require(rate >= 0, f"levers.adapt_scales.{key} = {rate}: expected 0 or more")
+        share = self.momentum
+        require(0 <= share < 1, f"levers.adapt_scales.momentum = {share}: expected 0 up to 1")
+
 
 class ScaleSGD:
     """Plain SGD with momentum; its state lives as long as the scored stream."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        self._rates: list[float] = []
         self._velocity: list[Tensor] = []
 
     def parameters(self, named: Mapping[str, Tensor]) -> list[Tensor]:
         """The scale tensors of the model."""
         patterns = self.settings.patterns
-        return [t for name, t in named.items() if any(fnmatch.fnmatch(name, p) for p in patterns)]
+        chosen = [n for n in named if any(fnmatch.fnmatch(n, pattern) for pattern in patterns)]
+        is_cap = [name.rpartition(".")[2].startswith("cap_") for name in chosen]
+        self._rates = [self.settings.cap_lr if cap else self.settings.lr for cap in is_cap]
+        return [named[name] for name in chosen]
 
     @torch.no_grad()
     def update(self, parameters: list[Tensor]) -> None:
         """One step from the gradients on `parameters`."""
         if not self._velocity:
             self._velocity = [torch.zeros_like(p) for p in parameters]
-        for parameter, velocity in zip(parameters, self._velocity, strict=True):
+        for parameter, velocity, lr in zip(parameters, self._velocity, self._rates, strict=True):
             assert parameter.grad is not None
             velocity.mul_(self.settings.momentum).add_(parameter.grad)
-            lr = self.settings.cap_lr if parameter.ndim == 0 else self.settings.lr
             parameter.sub_(velocity, alpha=lr)
 
 

@@ -41,8 +41,9 @@ class AsymSoftcap(nn.Module):
 
     def cap(self, logits: Tensor) -> Tensor:
         """Bound the logits (N, V)."""
-        cap = torch.where(logits > 0, self.cap_positive, self.cap_negative).to(logits.dtype)
-        return cap * torch.tanh(logits / cap)
+        # In the caps' precision: halves would move a cap of 30 in steps of an eighth.
+        cap = torch.where(logits > 0, self.cap_positive, self.cap_negative)
+        return cap * torch.tanh(logits.to(cap.dtype) / cap)
 
 
 def plug(settings: Settings, spec: ModelSpec) -> AsymSoftcap:

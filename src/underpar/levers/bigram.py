@@ -37,6 +37,9 @@ class Settings:
         require(self.width > 0, f"levers.bigram.width = {self.width}: expected at least 1")
 
 
+TINY = (Settings(), Settings(by_piece=True))
+
+
 class Bigram(nn.Module):
     """x_t + scale * P table[hash(token t, token t-1)]; a document's first token has its own row."""
 

@@ -30,6 +30,9 @@ class Settings:
         require(self.std >= 0, f"levers.gated_attn.std = {self.std}: expected 0 or more")
 
 
+TINY = (Settings(), Settings(bias=1.0))
+
+
 class GatedAttn(nn.Module):
     """y * sigmoid(W x + b), W (heads, dim) in each layer."""
 

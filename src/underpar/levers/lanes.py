@@ -2,8 +2,8 @@
 
 Attention reads lane 0 (and alone sees the mix with x0), the MLP reads lane 1, both before either
 has written; each writes to both lanes with learned gains. At the end the lanes are averaged. Skips
-of `unet` enter lane 0. Source: PR 1204, PR 1529, PR 2014 (from layer 8; 2 to 4 mBPB in PR 1518 and
-PR 1529). Legal: it only rewires the token's own states.
+of `unet` enter lane 0. Source: PR 1204, PR 1529, PR 2014 (from layer 8; 2 mBPB in PR 1204, 3 to 4
+in PR 1518 and PR 1529). Legal: it only rewires the token's own states.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from underpar.recipe import ModelSpec
-from underpar.seams import Branches, Stream, Visit, check_layers
+from underpar.recipe import ModelSpec, require
+from underpar.seams import Branches, Stream, Visit, check_layers, take_turns
 
 STAGE = "model"
 
@@ -47,9 +47,7 @@ class Lanes(nn.Module):
     @torch.no_grad()
     def agree_(self, blocks: Sequence[Any], plain: Sequence[Any]) -> None:
         """Side by side is one after the other only where one of the two is silent: take turns."""
-        for layer in range(self.start, len(blocks)):
-            for block in (blocks[layer], plain[layer]):
-                (block.mlp_scale if layer % 2 else block.attn_scale).zero_()
+        take_turns(self.start, blocks, plain)
 
     def dead(self, plan: Sequence[Visit]) -> dict[str, Tensor]:
         """Rows of layers that have one lane."""
@@ -58,6 +56,17 @@ class Lanes(nn.Module):
             "post": rows[:, None, None].expand_as(self.post),
             "residual": rows[:, None].expand_as(self.residual),
         }
+
+    def check(self, plan: Sequence[Visit]) -> None:
+        """Once open, the lanes stay open to the end."""
+        layers = [visit.layer for visit in plan]
+        first = next(i for i, layer in enumerate(layers) if layer >= self.start)
+        again = [layer for layer in layers[first:] if layer < self.start]
+        require(
+            not again,
+            f"levers.lanes.start = {self.start}: a loop returns to layer {min(again, default=0)} "
+            "after it; start the lanes behind the loop",
+        )
 
     def before(self, visit: Visit, stream: Stream) -> None:
         """Open the second lane; the first is the stream itself."""

@@ -37,7 +37,8 @@ class Settings:
             f"levers.loop.first = {self.first}, last = {self.last}: the first comes before",
         )
         require(0 <= self.repeats <= 16, f"levers.loop.repeats = {self.repeats}: expected 0 to 16")
-        require(0 <= self.start <= 1, f"levers.loop.start = {self.start}: expected 0 to 1")
+        # At 1 training would never loop, and scoring always does.
+        require(0 <= self.start < 1, f"levers.loop.start = {self.start}: expected 0 up to 1")
 
 
 class Loop(nn.Module):

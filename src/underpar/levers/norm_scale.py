@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from underpar.recipe import ModelSpec
+from underpar.recipe import ModelSpec, require
 
 STAGE = "model"
 
@@ -21,6 +21,10 @@ class Settings:
     """The scale of layer l is (l + 1) ** -power."""
 
     power: float = 0.5
+
+    def __post_init__(self) -> None:
+        power = self.power
+        require(0 <= power <= 8, f"levers.norm_scale.power = {power}: expected 0 to 8")
 
 
 NEUTRAL = Settings(power=0.0)

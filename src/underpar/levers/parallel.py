@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from underpar.recipe import ModelSpec
-from underpar.seams import Branches, Stream, Visit, check_layers
+from underpar.seams import Branches, Stream, Visit, check_layers, take_turns
 
 STAGE = "model"
 
@@ -40,9 +40,7 @@ class Parallel(nn.Module):
     @torch.no_grad()
     def agree_(self, blocks: Sequence[Any], plain: Sequence[Any]) -> None:
         """Side by side is one after the other only where one of the two is silent: take turns."""
-        for layer in range(self.start, len(blocks)):
-            for block in (blocks[layer], plain[layer]):
-                (block.mlp_scale if layer % 2 else block.attn_scale).zero_()
+        take_turns(self.start, blocks, plain)
 
     def wires(self, layer: int) -> bool:
         """True from the first parallel layer on."""

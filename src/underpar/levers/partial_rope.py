@@ -33,6 +33,7 @@ class Settings:
 
 
 NEUTRAL = Settings(dims=0)
+TINY = (Settings(), Settings(ntk_context=64))
 
 
 class PartialRope(nn.Module):
@@ -46,6 +47,10 @@ class PartialRope(nn.Module):
         require(
             dims <= spec.head_dim,
             f"levers.partial_rope.dims = {dims}: a head has {spec.head_dim} channels",
+        )
+        require(
+            dims > 2 or not settings.ntk_context,
+            "levers.partial_rope.ntk_context: the rule needs 4 rotated channels or more",
         )
         self.base, self.dims, self.ntk_context = spec.rope_base, dims, settings.ntk_context
         exponents = torch.arange(0, dims, 2, dtype=torch.float32) / dims

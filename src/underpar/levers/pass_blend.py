@@ -7,6 +7,7 @@ mBPB against PR 1787). Legal: constants fixed before training; it reads the toke
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -45,6 +46,15 @@ class PassBlend(nn.Module):
         super().__init__()
         check_layers("pass_blend", settings.layers, spec)
         self.settings = settings
+
+    def check(self, plan: Sequence[Visit]) -> None:
+        """Every layer named is visited before any of them is visited again."""
+        visits = [visit for visit in plan if visit.layer in self.settings.layers]
+        firsts = [visit.repeat == 0 for visit in visits[: len(self.settings.layers)]]
+        require(
+            all(firsts),
+            f"levers.pass_blend.layers = {self.settings.layers}: not the layers of the loop",
+        )
 
     def after(self, visit: Visit, x_in: Tensor, stream: Stream) -> None:
         """Keep first outputs; blend them into later ones."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from underpar.recipe import ModelSpec, require
 from underpar.seams import Stream, Visit, check_layers
@@ -44,15 +44,17 @@ class PassEmbed(nn.Module):
         """Say nothing."""
         nn.init.zeros_(self.vectors)
 
-    def dead(self, plan: Sequence[Visit]) -> dict[str, Tensor]:
-        """Vectors of passes that the plan does not have."""
-        num_passes = sum(visit.layer == self.layer for visit in plan)
-        rows = torch.arange(len(self.vectors))[:, None] >= num_passes
-        return {"vectors": rows.expand_as(self.vectors)}
+    def check(self, plan: Sequence[Visit]) -> None:
+        """One for each pass."""
+        visits, passes = sum(v.layer == self.layer for v in plan), len(self.vectors)
+        require(
+            passes == visits,
+            f"levers.pass_embed.passes = {passes}: layer {self.layer} is visited {visits} times",
+        )
 
     def before(self, visit: Visit, stream: Stream) -> None:
         """Add the pass's vector where a pass begins."""
-        if visit.layer == self.layer and visit.repeat < len(self.vectors):
+        if visit.layer == self.layer:
             stream.x = stream.x + self.vectors[visit.repeat].to(stream.x.dtype)
 
 

@@ -45,16 +45,19 @@ class RecurAB(nn.Module):
         self.pairs[:, 0] = 1.0
         self.pairs[:, 1] = 0.0
 
-    def dead(self, plan: Sequence[Visit]) -> dict[str, Tensor]:
-        """Pairs past the plan's repeated visits."""
+    def check(self, plan: Sequence[Visit]) -> None:
+        """One for each repeated visit."""
         num_sites = 1 + max(visit.site for visit in plan)
-        rows = torch.arange(len(self.pairs))[:, None] >= num_sites
-        return {"pairs": rows.expand_as(self.pairs)}
+        sites = len(self.pairs)
+        require(
+            sites == num_sites,
+            f"levers.recur_ab.sites = {sites}: the plan has {num_sites} repeated visits",
+        )
 
     def after(self, visit: Visit, x_in: Tensor, stream: Stream) -> None:
         """Blend a repeated visit, and keep the result for the next."""
         outputs = stream.kept.setdefault("recur_ab", {})
-        if 0 <= visit.site < len(self.pairs):
+        if visit.repeat:
             a, b = self.pairs[visit.site].to(stream.x.dtype).unbind()
             stream.x = a * stream.x + b * outputs[visit.layer]
         outputs[visit.layer] = stream.x

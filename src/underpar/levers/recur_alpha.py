@@ -40,14 +40,18 @@ class RecurAlpha(nn.Module):
         """The plain loop."""
         nn.init.ones_(self.alpha)
 
-    def dead(self, plan: Sequence[Visit]) -> dict[str, Tensor]:
-        """Shares past the plan's repeated visits."""
+    def check(self, plan: Sequence[Visit]) -> None:
+        """One for each repeated visit."""
         num_sites = 1 + max(visit.site for visit in plan)
-        return {"alpha": torch.arange(len(self.alpha)) >= num_sites}
+        sites = len(self.alpha)
+        require(
+            sites == num_sites,
+            f"levers.recur_alpha.sites = {sites}: the plan has {num_sites} repeated visits",
+        )
 
     def after(self, visit: Visit, x_in: Tensor, stream: Stream) -> None:
         """Shorten or lengthen a repeated visit's step."""
-        if 0 <= visit.site < len(self.alpha):
+        if visit.repeat:
             alpha = self.alpha[visit.site].to(x_in.dtype)
             stream.x = x_in + alpha * (stream.x - x_in)
 

@@ -2,7 +2,8 @@
 
 A head can say "nothing here" without spending softmax mass on it. The gate starts at one half,
 which `attn_scale` learns to undo. Source: PR 1787 (scale 1.0; no loss against the dense gate with
-44,000 fewer parameters), PR 2014 (scale 0.5). Legal: it reads the token's own state.
+44,000 fewer parameters), PR 2014 (scale 0.5). Published stacks use one kind of gate; several
+multiply. Legal: it reads the token's own state.
 """
 
 from __future__ import annotations

@@ -32,6 +32,9 @@ class Settings:
         require(self.skips > 0, f"levers.unet.skips = {self.skips}: expected at least 1")
 
 
+TINY = (Settings(), Settings(gates=False))
+
+
 class UNet(nn.Module):
     """A stack of earlier outputs that lives as long as one forward pass."""
 
@@ -49,11 +52,13 @@ class UNet(nn.Module):
             # The sigmoid of 100 is 1 to the last bit.
             nn.init.constant_(self.gate, 100.0)
 
+    def check(self, plan: Sequence[Visit]) -> None:
+        """A single visit has no halves."""
+        require(len(plan) > 1, "levers.unet: a plan of one visit has nothing to skip")
+
     def dead(self, plan: Sequence[Visit]) -> dict[str, Tensor]:
         """Rows of places that the plan does not have, or that find the stack empty."""
-        num_pushed = sum(visit.decoder < 0 for visit in plan)
-        num_popped = min(num_pushed, len(plan) - num_pushed, self.skips)
-        rows = torch.arange(self.skips)[:, None] >= num_popped
+        rows = torch.arange(self.skips)[:, None] >= len(plan) // 2
         mask = rows.expand_as(self.weight)
         return {"weight": mask} | ({} if self.gate is None else {"gate": mask})
 

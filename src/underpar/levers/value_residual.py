@@ -38,8 +38,9 @@ class ValueResidual(nn.Module):
         nn.init.constant_(self.alpha, -200.0)
 
     def dead(self, plan: Sequence[Visit]) -> dict[str, Tensor]:
-        """The first layer's share of itself."""
-        return {"alpha": torch.arange(len(self.alpha)) == plan[0].layer}
+        """The first layer's share of itself, unless it is visited again."""
+        later = [visit.layer for visit in plan[1:]]
+        return {"alpha": torch.tensor([layer not in later for layer in range(len(self.alpha))])}
 
     def qkv(
         self, visit: Visit, q: Tensor, k: Tensor, v: Tensor, stream: Stream

@@ -28,8 +28,8 @@ class Settings:
         require(self.size > 0, f"levers.window.size = {self.size}: expected at least 1")
 
 
-NEUTRAL = Settings(size=1 << 30)
-TINY = Settings(size=24)
+NEUTRAL = Settings(size=1 << 20)
+TINY = (Settings(size=24),)
 
 
 class Window(nn.Module):

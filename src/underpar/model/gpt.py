@@ -86,6 +86,8 @@ class GPT(nn.Module):
         frequencies = frequencies_of(spec.head_dim, spec.rope_base)
         self.register_buffer("frequencies", frequencies, persistent=False)
         self.set_progress(1.0)
+        for hook in hooks.check:
+            hook(self.plan)
         self.init_weights()
 
     def init_weights(self) -> None:

@@ -21,7 +21,7 @@ class Hooks:
         for seam in MODEL_SEAMS:
             setattr(self, seam, [hook for _, hook in self._having(seam)])
         for seam in SINGLE_SEAMS:
-            setattr(self, seam, self._one(self._having(seam), seam))
+            setattr(self, seam, self._one(self._having(seam), f"the seam {seam!r}"))
 
     if TYPE_CHECKING:
 
@@ -40,5 +40,5 @@ class Hooks:
     @staticmethod
     def _one(having: list[tuple[str, Hook]], what: str) -> Hook | None:
         names = " and ".join(name for name, _ in having)
-        require(len(having) < 2, f"levers {names}: both replace {what}; name one of them")
+        require(len(having) < 2, f"levers {names}: both take {what}; name one of them")
         return having[0][1] if having else None
