@@ -266,7 +266,7 @@ def test_a_batch_is_cut_at_its_documents_or_windows(
         assert torch.equal(batch.targets, planned.targets)
         starts = set(torch.nonzero(batch.inputs == 1).flatten().tolist())
         if order == "sequences":
-            # An epoch holds ten windows, so they stay in step with the stream; documents do not cut.
+            # An epoch holds ten windows, so they stay in step; documents do not cut.
             starts = {i for i in range(100) if (step * 200 + micro * 100 + i) % 16 == 0}
         cu, positions = slow_segments(starts, 100, context or 16)
         assert batch.segments.cu.tolist() == cu + [100] * (-len(cu) % CU_BUCKET)

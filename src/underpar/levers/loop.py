@@ -46,7 +46,7 @@ class Loop(nn.Module):
 
     def __init__(self, settings: Settings, spec: ModelSpec) -> None:
         super().__init__()
-        check_layers("loop", (settings.first, settings.last), spec)
+        check_layers("loop", tuple(range(settings.first, settings.last + 1)), spec)
         self.settings = settings
         self.on = True
 

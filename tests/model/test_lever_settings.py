@@ -1,0 +1,66 @@
+"""Settings that do not fit are refused in one line, before anything is allocated."""
+
+import pytest
+import torch
+
+from underpar.build import build_model, weight_shapes
+from underpar.errors import RecipeError
+from underpar.infer.predictor import Predictor
+from underpar.pipeline import forecast_size
+from underpar.recipe import load_recipe
+
+LOOP = "levers.loop=true"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["levers.bigram.buckets=1000000000000"], ("bigram.buckets", "16777216")),
+        ([f"levers.mudd.width={10**30}"], ("mudd.width", "1e+15")),
+        (["levers.window.layers=[2, 2]"], ("window", "twice")),
+        (["levers.window.layers=[11]"], ("window", "layer 11", "0 to 10", "num_layers")),
+        (["levers.window.size=0"], ("window.size", "at least 1")),
+        (["levers.partial_rope.dims=3"], ("partial_rope.dims", "even")),
+        (["levers.partial_rope.dims=64"], ("partial_rope.dims", "24 channels")),
+        (["levers.partial_rope={dims=2, ntk_context=64}"], ("ntk_context", "4")),
+        (["levers.norm_scale.power=-1e9"], ("norm_scale.power", "0 to 8")),
+        (["levers.qk_gain.init=1e300"], ("qk_gain.init", "1e+300")),
+        (["levers.xsa.strength=2.0"], ("xsa.strength", "0 to 1")),
+        (["levers.loop={first=5, last=3}"], ("loop.first", "5")),
+        (["levers.loop.start=1.0"], ("loop.start", "1.0")),
+        (["levers.recur_ab=true"], ("recur_ab", "without 'loop'")),
+        ([LOOP, "levers.recur_ab.sites=50"], ("recur_ab.sites", "50", "6 repeated")),
+        ([LOOP, "levers.recur_alpha.sites=2"], ("recur_alpha.sites", "2", "6 repeated")),
+        ([LOOP, "levers.pass_embed.layer=6"], ("pass_embed.passes", "layer 6", "1 times")),
+        (["levers.loop.last=4", "levers.pass_blend=true"], ("pass_blend.layers", "(3, 4, 5)")),
+        ([LOOP, "levers.pass_blend.beta=[1.0]"], ("pass_blend", "3 values of beta")),
+        (["levers.loop={first=7, last=9}", "levers.lanes=true"], ("lanes.start", "layer 7")),
+        (["levers.lanes=true", "levers.parallel=true"], ("lanes and parallel", "layer 8")),
+        (["levers.softcap=true", "levers.asym_softcap=true"], ("softcap and asym_softcap", "cap")),
+        (["levers.unet=true", "model.num_layers=1"], ("unet", "one visit")),
+        (["levers.value_embed.layers=[]"], ("value_embed.layers", "name a layer")),
+        (["levers.adapt_scales.lr=-1.0"], ("adapt_scales.lr", "-1.0")),
+        (["model.rope_base=0.0"], ("rope_base", "more than 0")),
+        (["model.embed_std=-1.0"], ("embed_std", "0 or more")),
+    ],
+)
+def test_a_setting_that_does_not_fit_is_named(overrides: list[str], words: tuple[str, ...]) -> None:
+    with pytest.raises(RecipeError) as caught:
+        weight_shapes(load_recipe("cpu", overrides))
+    message = str(caught.value)
+    assert "\n" not in message
+    assert [word for word in words if word not in message] == [], message
+
+
+def test_a_forecast_refuses_what_memory_cannot_hold() -> None:
+    with pytest.raises(RecipeError, match="weights: expected at most"):
+        forecast_size(load_recipe("cpu", ["levers.bigram={buckets=16000000, width=16000}"]))
+
+
+def test_a_step_takes_the_memory_of_the_text_not_of_the_context() -> None:
+    recipe = load_recipe("cpu", ["model.num_layers=2", "model.context=1048576"])
+    stepper = Predictor(build_model(recipe), torch.device("cpu"), []).stepper(1)
+    for token in (1, 7, 9):
+        stepper.step(torch.tensor([token]))
+    slots = stepper._cache._slots.values()
+    assert max(cache.numel() for cache in slots) <= 2 * 2 * 64 * 24
