@@ -78,18 +78,45 @@ class ModelSpec:
         return self.dim // self.num_heads
 
 
+def parse_points(points: tuple[str, ...], where: str) -> tuple[tuple[float, float], ...]:
+    """("1024@0.1", "2048@1") -> ((1024, 0.1), (2048, 1)): values, each up to a share of the run."""
+    parsed = []
+    for point in points:
+        value, _, share = point.partition("@")
+        try:
+            parsed.append((float(value), float(share)))
+        except ValueError:
+            require(False, f"{where}: {point!r} is not 'value@progress', as in '1024@0.1'")
+    shares = [share for _, share in parsed]
+    rising = shares == sorted(set(shares)) and all(0 <= share <= 1 for share in shares)
+    require(rising, f"{where}: progress must rise from 0 to 1, not {shares}")
+    return tuple(parsed)
+
+
 @dataclass(frozen=True)
 class TrainPart:
-    """Budgets (0: no limit, first reached ends), batch (`contexts` in turn or `context`), rates."""
+    """Budgets (0: no limit, first reached ends), batch, schedules, rates.
+
+    A step's micro-batches have `micro_batch_tokens` tokens, or take `micro_sizes` in turn, and are
+    cut at `context`, at `contexts` in turn, or at the length that `stages` name for the moment
+    ("1024@0.1": up to a tenth of the run). After a change of stage rates rise again over
+    `rewarm_steps`. `decay_curve` scales weight decay ("1@0.7", "0.5@1": constant, then falling).
+    `reserve_seconds` of the time are left to what comes after training.
+    """
 
     seed: int = 1337
     budget_seconds: float = 600.0
+    reserve_seconds: float = 0.0
     budget_steps: int = 0
     budget_tokens: int = 0
+    budget_flops: float = 0.0
     order: str = "documents"
     context: int = 2048
     contexts: tuple[int, ...] = ()
+    stages: tuple[str, ...] = ()
+    rewarm_steps: int = 32
     micro_batch_tokens: int = 98_304
+    micro_sizes: tuple[int, ...] = ()
     num_micro_batches: int = 8
     matrix_lr: float = 0.026
     embed_lr: float = 0.03
@@ -97,6 +124,9 @@ class TrainPart:
     matrix_decay: float = 0.095
     embed_decay: float = 0.085
     scalar_decay: float = 0.02
+    decay_curve: tuple[str, ...] = ()
+    newton_schulz: str = "polar"
+    row_norm: bool = True
     momentum: float = 0.97
     momentum_start: float = 0.92
     momentum_warmup: float = 0.3
@@ -108,9 +138,24 @@ class TrainPart:
     log_every: int = 1
 
     def __post_init__(self) -> None:
-        budgets = (self.budget_seconds, self.budget_steps, self.budget_tokens)
+        budgets = (self.budget_seconds, self.budget_steps, self.budget_tokens, self.budget_flops)
         given = min(budgets) >= 0 and max(budgets) > 0
         require(given, "train.budget_seconds, budget_steps, budget_tokens: give one above 0")
+        reserve = self.reserve_seconds
+        require(
+            reserve == 0 or 0 < reserve < self.budget_seconds,
+            f"train.reserve_seconds = {reserve}: expected less than budget_seconds",
+        )
+        for context, _ in self.context_stages:
+            whole = context > 0 and context == int(context)
+            require(whole, f"train.stages: {context} is not a positive number of tokens")
+        require(
+            not self.stages or (self.context_stages[-1][1] == 1 and not self.contexts),
+            "train.stages: the last must reach 1, and train.contexts must be empty",
+        )
+        parse_points(self.decay_curve, "train.decay_curve")
+        known = self.newton_schulz in ("polar", "classic")
+        require(known, f"train.newton_schulz = {self.newton_schulz!r}: expected polar or classic")
         require(0 <= self.warmdown <= 1, f"train.warmdown = {self.warmdown}: expected 0 to 1")
         for name in ("micro_batch_tokens", "num_micro_batches", "context", "log_every"):
             value = getattr(self, name)
@@ -119,6 +164,11 @@ class TrainPart:
         require(shortest > 0, f"train.contexts: {shortest} is not a positive number")
         known = self.order in ("documents", "sequences")
         require(known, f"train.order = {self.order!r}: expected 'documents' or 'sequences'")
+
+    @property
+    def context_stages(self) -> tuple[tuple[float, float], ...]:
+        """Tokens, each up to a share of the run."""
+        return parse_points(self.stages, "train.stages")
 
 
 @dataclass(frozen=True)

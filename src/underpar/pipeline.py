@@ -30,7 +30,7 @@ from underpar.build import (
 )
 from underpar.codec.stream import Codec
 from underpar.data.folder import DataFolder, load_data
-from underpar.data.loader import Loader, equal_plan
+from underpar.data.loader import Loader
 from underpar.data.shards import Shard
 from underpar.data.tokens.tokenizer import Tokenizer, read_model
 from underpar.errors import ArtifactError, RecipeError, RunError
@@ -46,6 +46,7 @@ from underpar.submit.bundle import bundle
 from underpar.train.checkpoint import Position, read_tensors
 from underpar.train.dist import process_group
 from underpar.train.loop import OnStep, Trainer
+from underpar.train.step import step_of
 
 
 def data_identity(data: DataFolder) -> str:
@@ -93,11 +94,9 @@ def make_trainer(recipe: Recipe, data: DataFolder, folder: RunFolder, runtime: R
     """Model, loader and levers of a recipe, ready to run."""
     seed_everything(recipe.train.seed)
     part = recipe.train
-    contexts = part.contexts or (part.context,)
-    plan = equal_plan(part.num_micro_batches, part.micro_batch_tokens, contexts)
     return Trainer(
         model=build_model(recipe).to(runtime.device),
-        loader=Loader(data.train, plan, part.seed, part.order),
+        loader=Loader(data.train, step_of(part), part.seed, part.order),
         part=part,
         runtime=runtime,
         folder=folder,

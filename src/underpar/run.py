@@ -44,7 +44,9 @@ class RunFolder:
     recipe.toml      the resolved recipe
     run.json         recipe hash, data and their identity, versions, device
     metrics.jsonl    one line a logged step
+    events.out.tfevents.*    the same for TensorBoard, one file a start
     checkpoint.safetensors   everything a resumed run needs
+    broken.safetensors       the batches of a step whose loss broke
     weights.safetensors      what training hands to packing
     tokenizer.model  the tokenizer it was trained with
     model.upar       the artifact

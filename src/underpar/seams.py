@@ -57,6 +57,12 @@ def check_layers(lever: str, layers: tuple[int, ...], spec: ModelSpec) -> tuple[
     return layers
 
 
+def check_sites(lever: str, sites: int, plan: Sequence[Visit]) -> None:
+    """Refuse another number of `sites` than the plan has repeated visits."""
+    num = 1 + max(visit.site for visit in plan)
+    require(sites == num, f"levers.{lever}.sites = {sites}: the plan has {num} repeated visits")
+
+
 def take_turns(start: int, *stacks: Sequence[Any]) -> None:
     """From block `start` on, silence attention in even layers and the MLP in odd ones.
 
@@ -253,11 +259,14 @@ class Averager(Protocol):
     def update(self, weights: Mapping[str, Tensor], step: int) -> None:
         """Fold in the weights after `step` steps."""
 
+    def average(self) -> dict[str, Tensor]:
+        """The average, by weight name; what packing gets."""
+
     def state(self) -> dict[str, Tensor]:
-        """The average, by weight name; what is checkpointed and what packing gets."""
+        """What is checkpointed, by names of its own."""
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Put a checkpointed average back."""
+        """Put a checkpointed state back."""
 
 
 class Adapter(Protocol):

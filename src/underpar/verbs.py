@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import lzma
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,13 @@ from underpar.data.duplicates import NearSettings, audit_duplicates
 from underpar.data.folder import load_data
 from underpar.data.published.exchange import ImportOptions, import_published
 from underpar.data.sources.fetch import FetchOptions, FetchSummary, fetch
-from underpar.errors import UnderparError
+from underpar.errors import RunError, UnderparError
 from underpar.kernels.attention import backend_of
 from underpar.recipe import Recipe, TrainPart
 from underpar.run import RunFolder, write_atomic
 from underpar.runtime import Runtime
+from underpar.train.forecast import Forecast
+from underpar.train.guard import Reference, read_reference
 
 
 def build_options(recipe: Recipe, tokenizer: Path | None = None) -> BuildOptions:
@@ -94,39 +97,92 @@ def import_data(
 
 
 def train(
-    recipe: Recipe, data: Path, folder: RunFolder, runtime: Runtime, quiet: bool = False
+    recipe: Recipe,
+    data: Path,
+    folder: RunFolder,
+    runtime: Runtime,
+    quiet: bool = False,
+    reference: Reference | None = None,
 ) -> dict[str, Any]:
-    """Train to the end of the budget, or to a signal; both leave a checkpoint."""
+    """Train to the end of the budget, to a signal, or until far behind `reference`.
+
+    All of them leave a checkpoint.
+    """
     last: dict[str, Any] = {}
     resumed = folder.checkpoint_file.exists()
     attention = backend_of(runtime.device, runtime.dtype)
+    watch = Watch(reference, list(folder.metrics()) if resumed else ())
     with progress_bar("train", 1, quiet or not runtime.is_main) as bar:
 
-        def show(line: dict[str, Any]) -> None:
+        def show(line: dict[str, Any]) -> bool:
             if not last and not quiet:
                 if resumed:
                     ERR.print(f"continuing {folder.path} at step {line['step']}", markup=False)
                 ERR.print(f"attention: {attention}", markup=False)
             last.update(line)
-            spent = spent_share(recipe.train, line)
-            remark = f"step {line['step']:,}, loss {line['loss']:.3f}, {_speed(line):,.0f} tokens/s"
-            bar.update(spent, remark)
+            bar.update(spent_share(recipe.train, line), watch.add(line))
+            return watch.stopped is not None
 
         finished = pipeline.train_run(recipe, data, folder, runtime, show)
     summary = {"finished": finished, "run": str(folder.path), "recipe_hash": recipe.hash}
     summary |= {"attention": attention, "compiled": runtime.compiled}
+    summary |= {"stopped": watch.stopped} if watch.stopped else {}
     return summary | {k: last[k] for k in ("step", "tokens", "seconds", "loss") if k in last}
+
+
+class Watch:
+    """What is said about a run while it trains: speed, forecast, and whether to give it up."""
+
+    def __init__(self, reference: Reference | None, lines: Iterable[dict[str, Any]] = ()) -> None:
+        self.stopped: str | None = None
+        self._reference = reference
+        self._forecast = Forecast()
+        for line in lines:
+            self._forecast.add(line["progress"], line["loss"])
+            if reference:
+                reference.add(line["progress"], line["loss"])
+
+    def add(self, line: dict[str, Any]) -> str:
+        """Take a metrics line; returns it in words."""
+        self._forecast.add(line["progress"], line["loss"])
+        if self._reference:
+            self.stopped = self._reference.check(line["progress"], line["loss"])
+        speed = line.get("tokens_per_second") or line["tokens"] / max(line["seconds"], 1e-9)
+        remark = f"step {line['step']:,}, loss {line['loss']:.3f}, {speed:,.0f} tokens/s"
+        if "mfu" in line:
+            remark += f", MFU {line['mfu']:.0%}"
+        final = self._forecast.final()
+        return remark if final is None else f"{remark}, forecast {final:.3f}"
+
+
+def open_reference(run: RunFolder, data: Path, margin: float) -> Reference:
+    """The losses of a run on the same data: nats a token of other tokens say nothing."""
+    theirs = run.read_json(run.about_file).get("data_identity")
+    ours = pipeline.data_identity(load_data(data, verify=False, refuse_shared=False))
+    if theirs != ours:
+        raise RunError(
+            f"{run.path} was trained on other data than {data} ({theirs}, not {ours}), so their "
+            "losses cannot be compared; name another run for --stop-behind"
+        )
+    return read_reference(run, margin)
+
+
+def data_of(run: RunFolder) -> Path:
+    """The data folder that a run was started with."""
+    data = run.read_json(run.about_file).get("data")
+    if data is None or not Path(data).is_dir():
+        raise RunError(
+            f"{run.path}: its data folder {data} is not here; continue with 'underpar train "
+            f"{run.recipe_file} --data FOLDER --out {run.path}'"
+        )
+    return Path(data)
 
 
 def spent_share(part: TrainPart, line: dict[str, Any]) -> float:
     """Share of the budget spent after a logged step."""
     from underpar.train.schedule import progress
 
-    return progress(part, line["seconds"], line["step"], line["tokens"])
-
-
-def _speed(line: dict[str, Any]) -> float:
-    return float(line["tokens"] / max(line["seconds"], 1e-9))
+    return progress(part, line["seconds"], line["step"], line["tokens"], line.get("flops", 0.0))
 
 
 def score(

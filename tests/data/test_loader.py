@@ -20,7 +20,7 @@ from underpar.data.loader import (
     MicroBatch,
     Place,
     Segments,
-    equal_plan,
+    make_step,
     micros_of_rank,
     pack_documents,
     prefetch,
@@ -53,7 +53,7 @@ def same(a: Batch, b: Batch) -> bool:
 
 
 def make_loader(shard: Shard, num_tokens: int, num_micros: int, context: int, seed: int) -> Loader:
-    return Loader(shard, equal_plan(num_micros, num_tokens, [context]), seed)
+    return Loader(shard, make_step(num_micros, [num_tokens], [context]), seed)
 
 
 def stream_of(loader: Loader, num_tokens: int) -> torch.Tensor:
@@ -75,13 +75,13 @@ def test_targets_are_the_next_tokens_of_the_stream(shard: Shard, micro_batch_tok
 
 
 def test_the_stream_does_not_depend_on_how_it_is_cut(shard: Shard) -> None:
-    plans = [equal_plan(1, 10, [8]), equal_plan(4, 33, [512]), equal_plan(2, 400, [1, 3]), MIXED]
+    plans = [make_step(1, [10], [8]), make_step(4, [33], [512]), make_step(2, [400], [1, 3]), MIXED]
     streams = [stream_of(Loader(shard, plan, seed=5), 400) for plan in plans]
     assert all(torch.equal(streams[0], stream) for stream in streams)
 
 
 def test_contexts_are_taken_in_turn() -> None:
-    plan = equal_plan(5, 30, [8, 16, 8])
+    plan = make_step(5, [30], [8, 16, 8])
     assert [micro.context for micro in plan] == [8, 16, 8, 8, 16]
     assert {micro.tokens for micro in plan} == {30}
 
@@ -96,12 +96,12 @@ def test_a_mixed_plan_lies_end_to_end_in_the_stream(shard: Shard, order: str) ->
     for step, micro in itertools.product(range(10), range(4)):
         batch = loader.batch(step, micro)
         assert torch.equal(batch.inputs, stream[begin : begin + MIXED[micro].tokens])
-        assert batch.segments.max_len == min(MIXED[micro].context, MIXED[micro].tokens)
+        assert batch.segments.context == MIXED[micro].context
         begin += MIXED[micro].tokens
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("plan", [equal_plan(8, 30, [16]), MIXED], ids=["equal", "mixed"])
+@pytest.mark.parametrize("plan", [make_step(8, [30], [16]), MIXED], ids=["equal", "mixed"])
 def test_any_number_of_ranks_sees_the_same_global_batch(
     shard: Shard, plan: list[MicroBatch], order: str
 ) -> None:
@@ -139,7 +139,7 @@ def test_a_resumed_loader_continues_as_the_first_would(
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_seed_decides_the_order(shard: Shard, order: str) -> None:
-    plan = equal_plan(1, 100, [16])
+    plan = make_step(1, [100], [16])
     batches = [Loader(shard, plan, seed, order).batch(0, 0) for seed in range(5)]
     assert len({tuple(batch.inputs.tolist()) for batch in batches}) == 5
 
@@ -148,7 +148,7 @@ def test_num_epochs_counts_passes(shard: Shard) -> None:
     loader = make_loader(shard, shard.num_tokens, 4, context=16, seed=0)
     assert [loader.num_epochs(step) for step in (0, 1, 3)] == [0.0, 4.0, 12.0]
     # Ten windows of 16 lie in 177 tokens at every phase.
-    sequences = Loader(shard, equal_plan(2, 80, [16]), 0, "sequences")
+    sequences = Loader(shard, make_step(2, [80], [16]), 0, "sequences")
     assert [sequences.num_epochs(step) for step in (0, 1, 3)] == [0.0, 1.0, 3.0]
 
 
@@ -259,7 +259,7 @@ def test_padding_adds_empty_segments_only(
 def test_a_batch_is_cut_at_its_documents_or_windows(
     shard: Shard, order: str, context: int | None
 ) -> None:
-    loader = Loader(shard, equal_plan(2, 100, [16]), 2, order)
+    loader = Loader(shard, make_step(2, [100], [16]), 2, order)
     for step, micro in itertools.product(range(6), range(2)):
         batch, planned = loader.batch(step, micro, context), loader.batch(step, micro)
         assert torch.equal(batch.inputs, planned.inputs)
@@ -271,11 +271,12 @@ def test_a_batch_is_cut_at_its_documents_or_windows(
         cu, positions = slow_segments(starts, 100, context or 16)
         assert batch.segments.cu.tolist() == cu + [100] * (-len(cu) % CU_BUCKET)
         assert batch.segments.positions.tolist() == positions
-        assert batch.segments.max_len == min(context or 16, 100)
+        # The plan's largest context bounds all segments, whatever the cut.
+        assert batch.segments.max_len == min(max(context or 16, 16), 100)
 
 
 def test_padding_can_be_switched_off(shard: Shard) -> None:
-    plan = equal_plan(1, 100, [16])
+    plan = make_step(1, [100], [16])
     for cu_bucket in (0, 1):
         cu = Loader(shard, plan, 2, cu_bucket=cu_bucket).batch(0, 0).segments.cu
         assert (cu.diff() > 0).all()
@@ -296,7 +297,7 @@ def test_prefetch_gives_the_batches_in_order(shard: Shard) -> None:
     places += [(3, 1, 5), (3, 1, None), (3, 1, 9)]
     fetched = list(prefetch(loader, iter(places)))
     assert len(fetched) == 21
-    assert [batch.segments.max_len for batch in fetched[-3:]] == [5, 16, 9]
+    assert [batch.segments.context for batch in fetched[-3:]] == [5, 16, 9]
     assert all(
         same(batch, loader.batch(*place)) for batch, place in zip(fetched, places, strict=True)
     )
@@ -345,7 +346,7 @@ def test_prefetch_raises_the_error_at_its_place(shard: Shard) -> None:
                 raise DataError("step 3 is damaged")
             return super().batch(step, micro, context)
 
-    failing = Failing(shard, equal_plan(1, 30, [16]), seed=4)
+    failing = Failing(shard, make_step(1, [30], [16]), seed=4)
     batches = prefetch(failing, ((s, 0) for s in range(9)))
     assert len(list(itertools.islice(batches, 3))) == 3
     with pytest.raises(DataError, match="step 3 is damaged"):

@@ -19,6 +19,8 @@ from underpar.recipe import load_recipe, to_toml
 from underpar.run import RunFolder
 from underpar.runtime import Runtime
 from underpar.train.checkpoint import read_tensors
+from underpar.train.feed import Feed
+from underpar.train.guard import read_batches
 
 STEPS = 30
 OVERRIDES = [f"train.budget_steps={STEPS}", "train.checkpoint_seconds=0"]
@@ -131,7 +133,7 @@ def test_ranks_must_share_the_batch(tiny_data: Path, tmp_path: Path) -> None:
         Runtime(torch.device("cpu"), 0, 3),
     )
     with pytest.raises(RecipeError, match="3 ranks"):
-        next(trainer.batches())
+        Feed(trainer.loader, trainer.runtime)
 
 
 def test_the_stored_recipe_is_the_resolved_one(whole: RunFolder) -> None:
@@ -151,3 +153,34 @@ def test_a_time_budget_ends_within_a_step(
     lines = list(folder.metrics())
     assert lines[-1]["seconds"] >= 0.5
     assert all(m["seconds"] < 0.5 for m in lines[:-1])
+
+
+@pytest.mark.parametrize("log_every", [1, 4])
+def test_a_broken_loss_stops_with_its_batches_and_spares_the_checkpoint(
+    log_every: int, tiny_data: Path, tmp_path: Path, runtime: Runtime
+) -> None:
+    sets = ["train.budget_steps=12", "model.num_layers=1", "train.checkpoint_seconds=0"]
+    recipe = load_recipe("baseline+cpu", [*sets, f"train.log_every={log_every}"])
+    folder = RunFolder(tmp_path)
+    trainer = pipeline.make_trainer(recipe, pipeline.load_data(tiny_data), folder, runtime)
+    whole_loss = trainer._loss_of
+    trainer._loss_of = lambda model, batch: (
+        whole_loss(model, batch) * (float("nan") if trainer.position.step == 5 else 1.0)
+    )
+    with pytest.raises(RunError, match="step 6: the loss is nan"):
+        trainer.run()
+    batches, about = read_batches(tmp_path / "broken.safetensors")
+    assert about["step"] == 6 and {step for step, _ in batches} == {4, 5}
+    assert read_tensors(folder.checkpoint_file)[1]["step"] == 5
+
+
+def test_a_budget_of_operations_ends_a_run(
+    tiny_data: Path, tmp_path: Path, runtime: Runtime
+) -> None:
+    sets = ["model.num_layers=1", "train.budget_steps=0", "train.budget_flops=2e9"]
+    recipe = load_recipe("baseline+cpu", sets)
+    folder = RunFolder(tmp_path)
+    assert pipeline.train_run(recipe, tiny_data, folder, runtime)
+    flops = [m["flops"] for m in folder.metrics()]
+    assert flops[-1] >= 2e9 > flops[-2]
+    assert flops[1] == pytest.approx(2 * flops[0])

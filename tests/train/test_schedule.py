@@ -1,9 +1,19 @@
 """Budgets and schedules as functions of progress."""
 
+from typing import Any
+
 import pytest
 
+from underpar.errors import RecipeError
 from underpar.recipe import TrainPart
-from underpar.train.schedule import lr_scale, momentum, progress
+from underpar.train.schedule import (
+    context_at,
+    decay_scale,
+    lr_scale,
+    momentum,
+    progress,
+    rewarm,
+)
 
 PART = TrainPart(budget_seconds=100, budget_steps=50, budget_tokens=0)
 
@@ -20,6 +30,55 @@ def test_the_tightest_budget_decides() -> None:
 )
 def test_warm_down_as_published(p: float, scale: float) -> None:
     assert lr_scale(PART, p) == pytest.approx(scale, abs=5e-4)
+
+
+STAGED = TrainPart(stages=("1024@0.1", "2048@0.7", "3072@1"))
+
+
+@pytest.mark.parametrize(
+    ("p", "context"),
+    [(0, 1024), (0.1, 1024), (0.1001, 2048), (0.7, 2048), (0.7001, 3072), (1, 3072)],
+)
+def test_09_a_stage_lasts_up_to_its_share(p: float, context: int) -> None:
+    assert context_at(STAGED, p) == context
+    assert context_at(PART, p) is None
+
+
+def test_08_rates_rise_again_in_exactly_32_steps() -> None:
+    assert [rewarm(STAGED, k) for k in range(31)] == [(k + 1) / 32 for k in range(31)]
+    assert rewarm(STAGED, 31) == rewarm(STAGED, 32) == rewarm(STAGED, 10**6) == 1
+    assert rewarm(TrainPart(rewarm_steps=0), 0) == 1
+
+
+def test_decay_follows_its_points() -> None:
+    part = TrainPart(decay_curve=("1@0.7", "0.5@1"))
+    assert [decay_scale(part, p) for p in (0, 0.5, 0.7)] == [1, 1, 1]
+    assert decay_scale(part, 0.85) == pytest.approx(0.75)
+    assert decay_scale(part, 1.0) == decay_scale(part, 1.2) == 0.5
+    assert decay_scale(PART, 0.3) == 1
+
+
+def test_a_reserve_and_operations_are_budgets_too() -> None:
+    assert progress(TrainPart(budget_seconds=100, reserve_seconds=20), 40, 0, 0) == 0.5
+    assert progress(TrainPart(budget_seconds=0, budget_flops=1e12), 1e9, 0, 0, 2.5e11) == 0.25
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({"stages": ("1024",)}, "value@progress"),
+        ({"stages": ("1024@0.5", "2048@0.4")}, "rise"),
+        ({"stages": ("1024@0.5",)}, "reach 1"),
+        ({"stages": ("1024@1",), "contexts": (8,)}, "contexts must be empty"),
+        ({"stages": ("0.5@1",)}, "positive number of tokens"),
+        ({"decay_curve": ("x@1",)}, "value@progress"),
+        ({"newton_schulz": "cubic"}, "cubic"),
+        ({"reserve_seconds": 700.0}, "reserve_seconds"),
+    ],
+)
+def test_schedules_that_make_no_sense_are_refused(fields: dict[str, Any], word: str) -> None:
+    with pytest.raises(RecipeError, match=word):
+        TrainPart(**fields)
 
 
 def test_momentum_rises_and_stays() -> None:

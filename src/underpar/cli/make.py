@@ -11,7 +11,6 @@ import typer
 from underpar.cli.options import (
     Attention,
     Compiled,
-    DataPath,
     Device,
     Json,
     RecipeName,
@@ -26,6 +25,8 @@ from underpar.console import show_json, show_table
 
 if TYPE_CHECKING:
     from underpar.artifact.budget import Budget
+    from underpar.recipe import Recipe
+    from underpar.run import RunFolder
 
 recipe_app = typer.Typer(help="List the shipped recipes, or print one resolved.")
 app.add_typer(recipe_app, name="recipe")
@@ -90,27 +91,73 @@ def levers(
 
 @app.command()
 def train(
-    recipe: RecipeName,
-    data: DataPath,
+    recipe: Annotated[
+        str | None,
+        typer.Argument(help="A shipped recipe or a .toml file; stack overlays: baseline+cpu"),
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option("--data", help="A folder made by 'underpar data build'.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Run folder; default runs/NAME-HASH.")] = None,
     set_: Set = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Continue this run with its own recipe and data.")
+    ] = None,
+    stop_behind: Annotated[
+        Path | None, typer.Option(help="Stop when worse than this run, from 30 % of the budget on.")
+    ] = None,
+    margin: Annotated[float, typer.Option(help="How much worse is hopeless, in nats.")] = 0.1,
     device: Device = "auto",
     attention: Attention = "auto",
     compiled: Compiled = None,
     json: Json = False,
 ) -> None:
-    """Train a recipe inside its budget. A killed run continues with the same command."""
+    """Train a recipe inside its budget. A killed run continues with the same command.
+
+    \b
+    underpar train baseline --data data --out runs/mine
+    underpar train --resume runs/mine
+    underpar train baseline --data data --set train.seed=7 --stop-behind runs/mine
+    """
     from underpar import verbs
     from underpar.run import RunFolder
     from underpar.runtime import open_runtime
 
-    resolved = load_checked(recipe, set_)
-    folder = RunFolder(out or Path("runs") / f"{Path(recipe).stem}-{resolved.hash}")
+    resolved, data, folder = _what_to_train(recipe, data, out, set_, resume)
     runtime = open_runtime(device, compiled)
     choose_attention(attention, runtime)
-    summary = verbs.train(resolved, data, folder, runtime, quiet=json)
+    reference = None
+    if stop_behind is not None:
+        reference = verbs.open_reference(RunFolder(stop_behind), data, margin)
+    summary = verbs.train(resolved, data, folder, runtime, json, reference)
     if runtime.is_main:
         show_summary(json, str(folder.path), summary)
+
+
+def _what_to_train(
+    recipe: str | None,
+    data: Path | None,
+    out: Path | None,
+    set_: list[str] | None,
+    resume: Path | None,
+) -> tuple[Recipe, Path, RunFolder]:
+    """Recipe, data and run folder, from the options or from the run to continue."""
+    from underpar import verbs
+    from underpar.errors import RecipeError
+    from underpar.run import RunFolder
+
+    if resume is None:
+        if recipe is None or data is None:
+            raise RecipeError("train needs a RECIPE and --data FOLDER, or --resume RUN")
+        resolved = load_checked(recipe, set_)
+        out = out or Path("runs") / f"{Path(recipe).stem}-{resolved.hash}"
+        return resolved, data, RunFolder(out)
+    given = {"RECIPE": recipe, "--data": data, "--out": out, "--set": set_}
+    names = ", ".join(name for name, value in given.items() if value)
+    if names:
+        raise RecipeError(f"--resume {resume} has its own recipe and data; leave out {names}")
+    run = RunFolder(resume)
+    return run.read_recipe(), verbs.data_of(run), run
 
 
 @app.command()

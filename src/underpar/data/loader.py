@@ -34,7 +34,7 @@ class Segments:
     """
 
     cu: torch.Tensor  # (S + 1,) int32, 0 = first cut, N = end
-    max_len: int  # tokens, min(context, N)
+    max_len: int  # tokens, min(largest context, N)
     positions: torch.Tensor  # (N,) int64, position inside the segment
     context: int  # tokens at which longer documents were cut
 
@@ -70,13 +70,14 @@ class Batch:
 
 
 def segments_from_starts(
-    starts: npt.NDArray[Any], num_tokens: int, context: int, cu_bucket: int = 0
+    starts: npt.NDArray[Any], num_tokens: int, context: int, cu_bucket: int = 0, longest: int = 0
 ) -> Segments:
     """Cut at 0, at every document start, and every `context` tokens after each of these cuts.
 
     `starts` is a mask of shape (num_tokens,) or positions. A `cu_bucket` above 1 pads the
-    boundaries to a multiple of it. The rules are those of the document-packing loader of Parameter
-    Golf PR 2014.
+    boundaries to a multiple of it. `longest` is the largest context of a schedule, where there is
+    one: the bound on segments is then the same throughout. The rules are those of the
+    document-packing loader of Parameter Golf PR 2014.
     """
     assert num_tokens > 0 and context > 0 and cu_bucket >= 0
     positions = np.flatnonzero(starts) if starts.dtype == bool else starts
@@ -90,7 +91,7 @@ def segments_from_starts(
     cu = np.pad(bounds, (0, padding), constant_values=num_tokens)
     return Segments(
         cu=torch.from_numpy(cu.astype(np.int32)),
-        max_len=min(context, num_tokens),
+        max_len=min(max(context, longest), num_tokens),
         positions=torch.from_numpy(_count_up(np.diff(bounds))),
         context=context,
     )
@@ -116,13 +117,18 @@ class MicroBatch:
                 raise RecipeError(f"{name} of a micro-batch is {value}, expected at least 1")
 
 
-def equal_plan(num_micro_batches: int, tokens: int, contexts: Sequence[int]) -> list[MicroBatch]:
-    """A step of micro-batches of one size that take the contexts in turn.
+def make_step(
+    num_micro_batches: int, sizes: Sequence[int], contexts: Sequence[int]
+) -> list[MicroBatch]:
+    """A step of micro-batches that take sizes, in tokens, and contexts in turn.
 
     With as many contexts as ranks each rank keeps to one: mixed sequence lengths over ranks
     (PR 1212, PR 1219).
     """
-    return [MicroBatch(tokens, contexts[m % len(contexts)]) for m in range(num_micro_batches)]
+    return [
+        MicroBatch(sizes[m % len(sizes)], contexts[m % len(contexts)])
+        for m in range(num_micro_batches)
+    ]
 
 
 class Loader:
@@ -147,9 +153,10 @@ class Loader:
             raise RecipeError("a step has 0 micro-batches, expected at least 1")
         self.plan = tuple(plan)
         self.step_tokens = sum(micro.tokens for micro in plan)
+        self.longest = max(micro.context for micro in plan)
         self.cu_bucket = cu_bucket
         self._offsets = list(accumulate((micro.tokens for micro in plan), initial=0))
-        self._order = make_order(order, shard, seed, max(micro.context for micro in plan))
+        self._order = make_order(order, shard, seed, self.longest)
 
     @property
     def num_micro_batches(self) -> int:
@@ -162,11 +169,11 @@ class Loader:
         own = self.plan[micro]
         begin = step * self.step_tokens + self._offsets[micro]
         inputs, targets, is_start = self._order.span(begin, begin + own.tokens)
-        longest = own.context if context is None else context
+        cut = own.context if context is None else context
         return Batch(
             inputs=torch.from_numpy(inputs),
             targets=torch.from_numpy(targets),
-            segments=segments_from_starts(is_start, own.tokens, longest, self.cu_bucket),
+            segments=segments_from_starts(is_start, own.tokens, cut, self.cu_bucket, self.longest),
         )
 
     def num_epochs(self, step: int) -> float:

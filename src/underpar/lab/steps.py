@@ -7,7 +7,7 @@ graph always is.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import cycle
 
@@ -15,18 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from underpar.data.loader import CU_BUCKET, Batch, MicroBatch, equal_plan, segments_from_starts
+from underpar.data.made_up import made_up_batch
 from underpar.errors import BenchError
 from underpar.kernels.attention import backend_of
 from underpar.model.gpt import GPT
 from underpar.recipe import TrainPart
 from underpar.runtime import Runtime
-from underpar.seams import BOS_ID
 from underpar.train.optimizer import Optimizer
-from underpar.train.step import accumulate, compile_loss, mean_loss
+from underpar.train.step import accumulate, compile_loss, mean_loss, step_of
 
-# Tokens of the mean document of the published validation set.
-MEAN_DOCUMENT_TOKENS = 957
 WARMUP_STEPS = 2
 # Start and end of training: a loop is off at the first and on at the second.
 ENDS = (0.0, 1.0)
@@ -104,12 +101,15 @@ class _Training:
     """A model, its optimizer and an endless supply of batches."""
 
     def __init__(self, model: GPT, part: TrainPart, runtime: Runtime) -> None:
-        contexts = part.contexts or (part.context,)
-        self.plan = equal_plan(part.num_micro_batches, part.micro_batch_tokens, contexts)
+        self.plan = step_of(part)
         self.step_tokens = sum(micro.tokens for micro in self.plan)
         self.model, self.runtime = model, runtime
-        self._optimizer = Optimizer(model, part)
-        self._batches = made_up_batches(self.plan, model.spec.vocab_size, part)
+        self._optimizer = Optimizer(model, part, runtime)
+        rng = np.random.default_rng(part.seed)
+        self._batches = (
+            made_up_batch(micro, model.spec.vocab_size, rng, part.order)
+            for micro in cycle(self.plan)
+        )
         self._loss_of = compile_loss() if runtime.compiled else mean_loss
 
     def step(self, p: float) -> Tensor:
@@ -127,23 +127,3 @@ class _Training:
             loss = self.step(p)
         self.runtime.synchronize()
         return (time.perf_counter() - started) / num_steps, float(loss)
-
-
-def made_up_batches(
-    plan: Sequence[MicroBatch], vocab_size: int, part: TrainPart
-) -> Iterator[Batch]:
-    """Random tokens in documents of exponential lengths, without end; cut as `part.order` says."""
-    rng = np.random.default_rng(part.seed)
-    for micro in cycle(plan):
-        lengths = 2 + rng.exponential(MEAN_DOCUMENT_TOKENS, micro.tokens).astype(np.int64)
-        ends = np.cumsum(lengths)
-        starts = np.append(0, ends[ends < micro.tokens])
-        tokens = rng.integers(2, vocab_size, micro.tokens + 1)
-        tokens[starts] = BOS_ID
-        # Sequences take no notice of documents.
-        cuts = starts if part.order == "documents" else np.array([0])
-        yield Batch(
-            inputs=torch.from_numpy(tokens[:-1]),
-            targets=torch.from_numpy(tokens[1:]),
-            segments=segments_from_starts(cuts, micro.tokens, micro.context, CU_BUCKET),
-        )

@@ -50,6 +50,7 @@ LEVERS = {
     "asym_softcap": "underpar.levers.asym_softcap",
     # Training and scoring.
     "ema": "underpar.levers.ema",
+    "lawa": "underpar.levers.lawa",
     "adapt_scales": "underpar.levers.adapt_scales",
 }
 

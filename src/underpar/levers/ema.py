@@ -47,9 +47,13 @@ class WeightAverage:
         shadows = list(self._shadow.values())
         torch._foreach_lerp_(shadows, [weights[name].float() for name in self._shadow], share)
 
-    def state(self) -> dict[str, Tensor]:
+    def average(self) -> dict[str, Tensor]:
         """The average by weight name."""
         return dict(self._shadow)
+
+    def state(self) -> dict[str, Tensor]:
+        """What a resumed run needs: the average itself."""
+        return self.average()
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:

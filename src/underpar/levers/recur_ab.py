@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from underpar.recipe import ModelSpec, require
-from underpar.seams import Stream, Visit
+from underpar.seams import Stream, Visit, check_sites
 
 STAGE = "model"
 NEEDS = ("loop",)
@@ -47,12 +47,7 @@ class RecurAB(nn.Module):
 
     def check(self, plan: Sequence[Visit]) -> None:
         """One for each repeated visit."""
-        num_sites = 1 + max(visit.site for visit in plan)
-        sites = len(self.pairs)
-        require(
-            sites == num_sites,
-            f"levers.recur_ab.sites = {sites}: the plan has {num_sites} repeated visits",
-        )
+        check_sites("recur_ab", len(self.pairs), plan)
 
     def after(self, visit: Visit, x_in: Tensor, stream: Stream) -> None:
         """Blend a repeated visit, and keep the result for the next."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from underpar.recipe import ModelSpec, require
-from underpar.seams import Stream, Visit
+from underpar.seams import Stream, Visit, check_sites
 
 STAGE = "model"
 NEEDS = ("loop",)
@@ -42,12 +42,7 @@ class RecurAlpha(nn.Module):
 
     def check(self, plan: Sequence[Visit]) -> None:
         """One for each repeated visit."""
-        num_sites = 1 + max(visit.site for visit in plan)
-        sites = len(self.alpha)
-        require(
-            sites == num_sites,
-            f"levers.recur_alpha.sites = {sites}: the plan has {num_sites} repeated visits",
-        )
+        check_sites("recur_alpha", len(self.alpha), plan)
 
     def after(self, visit: Visit, x_in: Tensor, stream: Stream) -> None:
         """Shorten or lengthen a repeated visit's step."""

@@ -24,6 +24,11 @@ class Position:
     data_identity: str
     step: int = 0
     seconds: float = 0.0
+    flops: float = 0.0
+    context: int = 0
+    """Where documents are cut, 0 without stages."""
+    changed_at: int = -1
+    """The step at which that last changed, -1 for never."""
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, object]) -> None:

@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import signal
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Any
 
 import torch
 
-from underpar.data.loader import Batch, Loader, micros_of_rank, prefetch
+from underpar.data.loader import Loader
 from underpar.model.gpt import GPT
 from underpar.recipe import TrainPart
 from underpar.run import RunFolder, write_atomic
-from underpar.runtime import Runtime
+from underpar.runtime import Clock, Runtime
 from underpar.seams import Averager
 from underpar.train import schedule
 from underpar.train.checkpoint import Position, read_checkpoint, save_checkpoint, save_tensors
 from underpar.train.dist import from_main
+from underpar.train.events import EventWriter
+from underpar.train.feed import Feed
+from underpar.train.guard import Guard
+from underpar.train.meter import Meter, flops_per_token, peak_flops
 from underpar.train.optimizer import Optimizer
 from underpar.train.step import accumulate, compile_loss, mean_loss
+from underpar.train.warmup import warm_up
 
-OnStep = Callable[[dict[str, Any]], None]
+# A logged line -> whether to stop there.
+OnStep = Callable[[dict[str, Any]], bool | None]
 
 
 @dataclass
@@ -41,7 +47,13 @@ class Trainer:
     averagers: list[Averager] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.optimizer = Optimizer(self.model, self.part)
+        self.optimizer = Optimizer(self.model, self.part, self.runtime)
+        self.guard = Guard(self.model.spec.vocab_size)
+        peak = peak_flops(self.runtime.device)
+        self.meter = Meter(Clock("train"), peak and peak * self.runtime.world)
+        self.events = EventWriter(self.folder.path)
+        # Step and loss: read where the device is waited for anyway.
+        self._last = (0, torch.zeros(()))
         self._loss_of = compile_loss() if self.runtime.compiled else mean_loss
         for averager in self.averagers:
             averager.start(self._weights())
@@ -49,21 +61,29 @@ class Trainer:
     def run(self, on_step: OnStep | None = None) -> bool:
         """Train until the budget is spent (True) or a signal asks to stop (False)."""
         self._resume()
+        if self.runtime.compiled:
+            with self.meter.clock.phase("compile"):
+                warm_up(self.model, self.loader, self.part, self.runtime, self._loss_of)
         step_tokens = self.loader.step_tokens
         before = self.position.seconds
+        # The clock starts behind the compiler.
         started = saved = time.perf_counter()
-        with interruptible() as interrupted, closing(self.batches()) as batches:
+        self.meter.start(self.position.step * step_tokens, before)
+        stop = False
+        with interruptible() as interrupted, closing(Feed(self.loader, self.runtime)) as feed:
             while True:
                 seconds, step = self.position.seconds, self.position.step
-                p = schedule.progress(self.part, seconds, step, step * step_tokens)
-                p = from_main(p if not interrupted() else -1.0, self.runtime)
+                flops = self.position.flops
+                p = schedule.progress(self.part, seconds, step, step * step_tokens, flops)
+                p = from_main(-1.0 if stop or interrupted() else p, self.runtime)
                 if p < 0 or p >= 1:
                     break
-                record = self._step(p, batches)
+                record = self._step(p, feed)
                 # One reading a step decides, is logged and is saved: a resumed run agrees.
                 seconds = before + time.perf_counter() - started
-                self.position = replace(self.position, step=step + 1, seconds=seconds)
-                self._log(record, on_step)
+                flops += step_tokens * self._token_flops()
+                self.position = replace(self.position, step=step + 1, seconds=seconds, flops=flops)
+                stop = self._log(record, on_step)
                 if time.perf_counter() - saved >= self.part.checkpoint_seconds:
                     self.checkpoint()
                     saved = time.perf_counter()
@@ -72,39 +92,62 @@ class Trainer:
             self._finish()
         return p >= 1
 
-    def batches(self) -> Generator[Batch, None, None]:
-        """This rank's micro-batches from the current step on, prepared ahead."""
-        micros = micros_of_rank(
-            self.loader.num_micro_batches, self.runtime.rank, self.runtime.world
-        )
-        steps = itertools.count(self.position.step)
-        places = ((step, m) for step in steps for m in micros)
-        yield from prefetch(self.loader, places, pin=self.runtime.device.type == "cuda")
-
-    def _step(self, p: float, batches: Iterator[Batch]) -> dict[str, Any]:
+    def _step(self, p: float, feed: Feed) -> dict[str, Any]:
         step = self.position.step
+        context = self._stage(p)
         scale = schedule.lr_scale(self.part, p)
+        if self.position.changed_at >= 0:
+            scale *= schedule.rewarm(self.part, step - self.position.changed_at)
         self.model.set_progress(p)
         num_micro = self.loader.num_micro_batches
+        batches = feed.at(step, context)
         loss = accumulate(self.model, batches, num_micro, self.runtime, self._loss_of)
-        norm = self.optimizer.step(scale, schedule.momentum(self.part, p))
+        decay_scale = schedule.decay_scale(self.part, p)
+        norm = self.optimizer.step(scale, schedule.momentum(self.part, p), decay_scale)
         for averager in self.averagers:
             averager.update(self._weights(), step + 1)
-        return {"step": step + 1, "progress": p, "lr_scale": scale, "loss": loss, "norm": norm}
+        self._last = (step + 1, loss)
+        record = {"step": step + 1, "progress": p, "lr_scale": scale, "loss": loss, "norm": norm}
+        return record | ({"context": context} if context else {})
 
-    def _log(self, record: dict[str, Any], on_step: OnStep | None) -> None:
+    def _stage(self, p: float) -> int | None:
+        """The context of this step; a change of it is noted, so that rates rise again."""
+        context = schedule.context_at(self.part, p)
+        if context and self.position.context not in (0, context):
+            self.position = replace(self.position, changed_at=self.position.step)
+        self.position = replace(self.position, context=context or 0)
+        return context
+
+    def _log(self, record: dict[str, Any], on_step: OnStep | None) -> bool:
+        """Write and show a line where one is due; True asks for the end of the run."""
         if not self.runtime.is_main or record["step"] % self.part.log_every:
-            return
+            return False
         tokens = self.loader.step_tokens * record["step"]
         line = {key: float(v) if isinstance(v, torch.Tensor) else v for key, v in record.items()}
-        line |= {"tokens": tokens, "seconds": self.position.seconds}
+        line |= {"tokens": tokens, "seconds": self.position.seconds, "flops": self.position.flops}
         line["epochs"] = self.loader.num_epochs(record["step"])
+        line |= self.meter.read(tokens, self.position.seconds, self._token_flops())
         if self.runtime.device.type == "cuda":
             line["memory_bytes"] = torch.cuda.max_memory_allocated()
         with self.folder.metrics_file.open("a") as file:
             file.write(json.dumps(line) + "\n")
-        if on_step:
-            on_step(line)
+        self.events.write(record["step"], line)
+        self._check()
+        return bool(on_step and on_step(line))
+
+    def _token_flops(self) -> float:
+        """Operations a token of the last step, forward and backward."""
+        planned = fmean(micro.context for micro in self.loader.plan)
+        context = self.position.context or planned
+        return flops_per_token(self.model.spec, self.model.plan, context)
+
+    def _check(self) -> None:
+        """End a run whose loss broke, before a checkpoint of it is written."""
+        step, loss = self._last
+        reason = self.guard.check(step, float(loss))
+        if reason is not None:
+            path, context = self.folder.path / "broken.safetensors", self.position.context or None
+            raise self.guard.save_failure(path, self.loader, step, reason, context)
 
     def _weights(self) -> dict[str, torch.Tensor]:
         return dict(self.model.state_dict())
@@ -113,9 +156,11 @@ class Trainer:
         """Write everything a resumed run needs, atomically."""
         if not self.runtime.is_main:
             return
+        self._check()
         parts = {"model": self._weights(), "optimizer": self.optimizer.state()}
         parts |= {f"average{i}": a.state() for i, a in enumerate(self.averagers)}
-        save_checkpoint(self.folder.checkpoint_file, self.position, parts)
+        with self.meter.clock.phase("checkpoint"):
+            save_checkpoint(self.folder.checkpoint_file, self.position, parts)
 
     def _resume(self) -> None:
         if not self.folder.checkpoint_file.exists():
@@ -130,11 +175,13 @@ class Trainer:
         if self.runtime.is_main:
             # Steps after the checkpoint are taken again; their old lines go.
             kept = [m for m in self.folder.metrics() if m["step"] <= self.position.step]
+            for line in kept:
+                self.guard.check(line["step"], line["loss"])
             write_atomic(self.folder.metrics_file, "".join(json.dumps(m) + "\n" for m in kept))
 
     def _finish(self) -> None:
         if self.runtime.is_main:
-            weights = self.averagers[-1].state() if self.averagers else self._weights()
+            weights = self.averagers[-1].average() if self.averagers else self._weights()
             about = {"recipe_hash": self.position.recipe_hash, "step": self.position.step}
             save_tensors(self.folder.weights_file, weights, about)
 

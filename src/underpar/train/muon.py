@@ -1,7 +1,8 @@
 """Muon: momentum, then the nearest orthogonal matrix, for the blocks' weight matrices.
 
 Sources: Jordan et al. 2024 (Muon), Polar Express coefficients (Amsel et al. 2025, arXiv:2505.16932)
-as used in PR 2014. Matrices of equal shape are orthogonalized in one batch (PR 1520).
+as used in PR 2014, normalized rows (MuonEq-R, PR 1260). Matrices of equal shape form a bank, which
+is orthogonalized in one batch (PR 1520), each rank doing its share (PR 1523).
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+
+from underpar.runtime import Runtime
+from underpar.train.dist import ALONE, gather_shares
 
 Coefficients = tuple[float, float, float]
 
@@ -20,10 +24,18 @@ POLAR_EXPRESS: tuple[Coefficients, ...] = (
     (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
+CLASSIC: tuple[Coefficients, ...] = ((3.4445, -4.7750, 2.0315),) * 5
+COEFFICIENTS = {"polar": POLAR_EXPRESS, "classic": CLASSIC}
+
+
+def normalize_rows(updates: Tensor) -> Tensor:
+    """Each row of (B, rows, cols) over its length, or over 1e-7 where it is shorter."""
+    norms = torch.linalg.vector_norm(updates, dim=-1, keepdim=True, dtype=torch.float32)
+    return updates / norms.clamp_min(1e-7)
 
 
 def orthogonalize(updates: Tensor, coefficients: Sequence[Coefficients] = POLAR_EXPRESS) -> Tensor:
-    """Push the singular values of each matrix of (B, rows, cols) towards 1."""
+    """Push the singular values of each matrix of (B, rows, cols) towards 1; bf16 on a GPU."""
     # bf16 where tensor cores want it; CPUs stay in fp32.
     x = updates.bfloat16() if updates.is_cuda else updates
     tall = x.size(-2) > x.size(-1)
@@ -32,14 +44,29 @@ def orthogonalize(updates: Tensor, coefficients: Sequence[Coefficients] = POLAR_
     for a, b, c in coefficients:
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return (x.mT if tall else x).to(updates.dtype)
+    return x.mT if tall else x
 
 
 class Muon:
-    """W <- (1 - lr decay) W - lr sqrt(max(1, rows/cols)) orthogonalize(nesterov momentum)."""
+    """W <- (1 - lr decay) W - lr sqrt(max(1, rows/cols)) orthogonalize(nesterov momentum).
 
-    def __init__(self, parameters: Mapping[str, Tensor], decay: float) -> None:
+    Every rank has the summed gradients, keeps all momenta and applies all updates, but
+    orthogonalizes only its share of each bank: slice `rank` of the bank, filled up with zeros to a
+    multiple of the ranks. A checkpoint of the main rank is thus a checkpoint of all of them.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        decay: float,
+        newton_schulz: str = "polar",
+        row_norm: bool = False,
+        runtime: Runtime = ALONE,
+    ) -> None:
         self.decay = decay
+        self.row_norm = row_norm
+        self.runtime = runtime
+        self.coefficients = COEFFICIENTS[newton_schulz]
         self.momenta = {name: torch.zeros_like(p) for name, p in parameters.items()}
         self._parameters = dict(parameters)
         self._banks: dict[torch.Size, list[str]] = {}
@@ -47,17 +74,29 @@ class Muon:
             self._banks.setdefault(parameter.shape, []).append(name)
 
     @torch.no_grad()
-    def step(self, lr: float, momentum: float) -> None:
-        """One update from the gradients."""
+    def step(self, lr: float, momentum: float, decay_scale: float = 1.0) -> None:
+        """One update from the gradients, which must be the same on every rank."""
         for shape, names in self._banks.items():
             weights = [self._parameters[name] for name in names]
-            grads = [w.grad for w in weights if w.grad is not None]
-            assert len(grads) == len(weights), "a matrix got no gradient"
-            momenta = [self.momenta[name] for name in names]
-            torch._foreach_mul_(momenta, momentum)
-            torch._foreach_add_(momenta, grads)
-            nesterov = torch._foreach_add(grads, momenta, alpha=momentum)
-            update = orthogonalize(torch.stack(list(nesterov)))
+            update = self._update(names, momentum).to(weights[0].dtype)
             scale = max(1.0, shape[0] / shape[1]) ** 0.5
-            torch._foreach_mul_(weights, 1.0 - lr * self.decay)
+            torch._foreach_mul_(weights, 1.0 - lr * self.decay * decay_scale)
             torch._foreach_add_(weights, list(update.unbind()), alpha=-lr * scale)
+
+    def _update(self, names: list[str], momentum: float) -> Tensor:
+        """Fold in a bank's gradients; its orthogonal updates (B, rows, cols), from all ranks."""
+        grads = [g for name in names if (g := self._parameters[name].grad) is not None]
+        assert len(grads) == len(names), "a matrix got no gradient"
+        momenta = [self.momenta[name] for name in names]
+        torch._foreach_mul_(momenta, momentum)
+        torch._foreach_add_(momenta, grads)
+        nesterov = torch.add(self._share(grads), self._share(momenta), alpha=momentum)
+        rows = normalize_rows(nesterov) if self.row_norm else nesterov
+        return gather_shares(orthogonalize(rows, self.coefficients), self.runtime)[: len(names)]
+
+    def _share(self, bank: list[Tensor]) -> Tensor:
+        """This rank's matrices of a bank, then zeros: as many on every rank."""
+        size = -(-len(bank) // self.runtime.world)
+        own = bank[self.runtime.rank * size :][:size]
+        padding = [torch.zeros_like(bank[0])] * (size - len(own))
+        return torch.stack(own + padding)

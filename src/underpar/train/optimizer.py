@@ -8,43 +8,54 @@ import torch
 from torch import Tensor, nn
 
 from underpar.recipe import TrainPart
+from underpar.runtime import Runtime
+from underpar.train.dist import ALONE
 from underpar.train.groups import group_parameters
 from underpar.train.muon import Muon
 
 
 class Optimizer:
-    """Clip, set the rates, update; its state is a flat table of tensors."""
+    """Clip, set the rates, update; its state is a flat table of tensors.
 
-    def __init__(self, model: nn.Module, part: TrainPart) -> None:
+    The gradient is clipped once, after it was summed over ranks. The published scripts of PR 2014,
+    2135 and 1219 clip each rank's own gradient before the sum; then the same batch on another
+    number of ranks gives another update, which here it does not.
+    """
+
+    def __init__(self, model: nn.Module, part: TrainPart, runtime: Runtime = ALONE) -> None:
         groups = group_parameters(model)
         self.part = part
         self.parameters = [p for members in groups.values() for p in members.values()]
-        self.muon = Muon(groups["matrix"], part.matrix_decay)
-        self._rates = {"embed": part.embed_lr, "scalar": part.scalar_lr}
-        decays = {"embed": part.embed_decay, "scalar": part.scalar_decay}
+        self.muon = Muon(
+            groups["matrix"], part.matrix_decay, part.newton_schulz, part.row_norm, runtime
+        )
+        # Group -> rate and decay.
+        self._rates = {
+            "embed": (part.embed_lr, part.embed_decay),
+            "scalar": (part.scalar_lr, part.scalar_decay),
+        }
         self._adam_names = [name for group in self._rates for name in groups[group]]
         self.adam = torch.optim.AdamW(
-            [
-                {"params": list(groups[group].values()), "weight_decay": decays[group], "lr": rate}
-                for group, rate in self._rates.items()
-            ],
+            [{"params": list(groups[group].values())} for group in self._rates],
             betas=part.adam_betas,
             eps=1e-8,
+            fused=all(p.is_cuda for p in self.parameters),
         )
 
-    def step(self, lr_scale: float, momentum: float) -> Tensor:
+    def step(self, lr_scale: float, momentum: float, decay_scale: float = 1.0) -> Tensor:
         """One update from the summed gradients; returns their norm before clipping."""
         norm = nn.utils.clip_grad_norm_(self.parameters, self.part.clip or float("inf"))
-        for group, rate in zip(self.adam.param_groups, self._rates.values(), strict=True):
+        for group, (rate, decay) in zip(self.adam.param_groups, self._rates.values(), strict=True):
             group["lr"] = rate * lr_scale
+            group["weight_decay"] = decay * decay_scale
         self.adam.step()
-        self.muon.step(self.part.matrix_lr * lr_scale, momentum)
+        self.muon.step(self.part.matrix_lr * lr_scale, momentum, decay_scale)
         for parameter in self.parameters:
             parameter.grad = None
         return norm
 
     def state(self) -> dict[str, Tensor]:
-        """Every tensor a resumed run needs."""
+        """Every tensor a resumed run needs; the live ones, not copies."""
         tensors = {f"muon.{name}": buffer for name, buffer in self.muon.momenta.items()}
         for index, moments in self.adam.state_dict()["state"].items():
             for key, value in moments.items():
@@ -52,12 +63,14 @@ class Optimizer:
         return tensors
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put a checkpointed state back."""
+        """Take the place of the optimizer that had this state, whatever this one did before."""
         for name, buffer in self.muon.momenta.items():
             buffer.copy_(tensors[f"muon.{name}"])
-        state = self.adam.state_dict()
-        for index, name in enumerate(self._adam_names):
-            keys = ("step", "exp_avg", "exp_avg_sq")
-            if f"adam.{name}.step" in tensors:
-                state["state"][index] = {key: tensors[f"adam.{name}.{key}"] for key in keys}
-        self.adam.load_state_dict(state)
+        keys = ("step", "exp_avg", "exp_avg_sq")
+        # A parameter that never had a gradient has no moments. AdamW keeps what it gets: clone.
+        moments = {
+            index: {key: tensors[f"adam.{name}.{key}"].clone() for key in keys}
+            for index, name in enumerate(self._adam_names)
+            if f"adam.{name}.step" in tensors
+        }
+        self.adam.load_state_dict(self.adam.state_dict() | {"state": moments})

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from underpar.parts import parse_points
 from underpar.recipe import TrainPart
 
 
-def progress(part: TrainPart, seconds: float, step: int, tokens: int) -> float:
+def progress(part: TrainPart, seconds: float, step: int, tokens: int, flops: float = 0.0) -> float:
     """Share of the budget spent; the tightest of the budgets given decides."""
     spent = (
-        (seconds, part.budget_seconds),
+        (seconds, part.budget_seconds - part.reserve_seconds),
         (float(step), float(part.budget_steps)),
         (float(tokens), float(part.budget_tokens)),
+        (flops, part.budget_flops),
     )
     return max(used / limit for used, limit in spent if limit > 0)
 
@@ -20,6 +22,38 @@ def lr_scale(part: TrainPart, p: float) -> float:
     if part.warmdown == 0:
         return 1.0
     return max(min(1.0, (1.0 - p) / part.warmdown), part.lr_floor)
+
+
+def rewarm(part: TrainPart, steps_since_change: int) -> float:
+    """What rates are multiplied by after a change of context: k / n in step k of n (PR 2014)."""
+    if not part.rewarm_steps:
+        return 1.0
+    return min(1.0, (steps_since_change + 1) / part.rewarm_steps)
+
+
+def context_at(part: TrainPart, p: float) -> int | None:
+    """The length at which documents are cut now: the first stage that reaches up to p.
+
+    None where the recipe has no stages.
+    """
+    for context, until in part.context_stages:
+        if p <= until:
+            return int(context)
+    return None
+
+
+def decay_scale(part: TrainPart, p: float) -> float:
+    """What weight decay is multiplied by: linear between the points of `decay_curve` (PR 1729)."""
+    points = parse_points(part.decay_curve, "train.decay_curve")
+    if not points:
+        return 1.0
+    before = (points[0][0], 0.0)
+    for value, until in points:
+        if p <= until:
+            share = (p - before[1]) / (until - before[1]) if until > before[1] else 1.0
+            return before[0] + share * (value - before[0])
+        before = (value, until)
+    return points[-1][0]
 
 
 def momentum(part: TrainPart, p: float) -> float:

@@ -9,10 +9,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from underpar.data.loader import Batch
+from underpar.data.loader import Batch, MicroBatch, make_step
 from underpar.model.past import PackedPast
+from underpar.parts import TrainPart
 from underpar.runtime import Runtime
 from underpar.train.dist import sum_over_ranks
+
+
+def step_of(part: TrainPart) -> list[MicroBatch]:
+    """The micro-batches of one global step; with stages, cut at the longest."""
+    stages = [int(context) for context, _ in part.context_stages]
+    contexts = part.contexts or (max(stages, default=part.context),)
+    return make_step(
+        part.num_micro_batches, part.micro_sizes or (part.micro_batch_tokens,), contexts
+    )
+
 
 # Model and micro-batch -> mean nats a target.
 LossOf = Callable[[nn.Module, Batch], Tensor]

@@ -1,0 +1,200 @@
+"""Reasons to end a run early: a loss that broke, or a run that falls behind another one."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from statistics import fmean, median
+
+import torch
+from torch import Tensor
+
+from underpar.data.loader import Batch, Loader, Segments
+from underpar.errors import RunError
+from underpar.run import RunFolder
+from underpar.train.checkpoint import read_tensors, save_tensors
+
+# Losses whose median is the usual loss; below so many nothing is usual yet.
+WINDOW_LOSSES = 50
+FEWEST_LOSSES = 10
+# Before this step losses fall by nats, and rise by nats in step 2.
+SETTLED_STEP = 100
+
+# Progress over which two runs are compared, where that begins, and how many losses it takes.
+WINDOW_SHARE = 0.1
+FIRST_SHARE = 0.3
+FEWEST_POINTS = 5
+
+# Step and micro-batch, as the loader counts them, from 0.
+Batches = Mapping[tuple[int, int], Batch]
+BATCH_FIELDS = ("inputs", "targets", "cu", "positions", "limits")
+
+
+class Guard:
+    """Tells a broken loss, in nats a token, from a noisy one. Steps count from 1, as logged."""
+
+    def __init__(self, vocab_size: int, explosion: float = 3.0) -> None:
+        self.explosion = explosion
+        # Who knows nothing pays ln V; the spike of step 2 that every published run survives is
+        # 1.44 ln V (9.0 to 12.9 nats, PR 2014).
+        self.ceiling = 2 * math.log(vocab_size)
+        self.healthy_step = 0
+        self._recent: deque[float] = deque(maxlen=WINDOW_LOSSES)
+
+    def check(self, step: int, loss: float) -> str | None:
+        """Why the loss of this step should end the run; None where it should not.
+
+        It may be asked twice about a step: once to log it, once to save what it left.
+        """
+        if step == self.healthy_step:
+            return None
+        reason = self._reason(step, loss)
+        if reason is None:
+            self._recent.append(loss)
+            self.healthy_step = step
+        return reason
+
+    def suspects(self, step: int) -> range:
+        """The loader's steps that may have broken the loss of `step`.
+
+        A step's loss is that of the weights before its update, so the last healthy step is one.
+        """
+        return range(max(0, self.healthy_step - 1), step)
+
+    def save_failure(
+        self, path: Path, loader: Loader, step: int, reason: str, context: int | None = None
+    ) -> RunError:
+        """Save the suspects, cut at `context` or as planned; returns what to tell the user."""
+        micros = range(loader.num_micro_batches)
+        places = ((s, m) for s in self.suspects(step) for m in micros)
+        batches = {(s, m): loader.batch(s, m, context) for s, m in places}
+        save_batches(path, batches, {"step": step, "reason": reason})
+        return RunError(
+            f"stopped at step {step}: {reason}; batches since step {max(1, self.healthy_step)} are "
+            f"in {path} (see underpar.train.guard.read_batches); try a lower train.matrix_lr in "
+            "another --out"
+        )
+
+    def _reason(self, step: int, loss: float) -> str | None:
+        if not math.isfinite(loss):
+            return f"the loss is {loss}"
+        if loss > self.ceiling:
+            return f"the loss is {loss:.2f} nats, above 2 ln V = {self.ceiling:.2f}"
+        if step <= SETTLED_STEP or len(self._recent) < FEWEST_LOSSES:
+            return None
+        usual = median(self._recent)
+        if loss > usual + self.explosion:
+            return f"the loss rose from {usual:.2f} to {loss:.2f} nats"
+        return None
+
+
+def save_batches(path: Path, batches: Batches, about: Mapping[str, object]) -> None:
+    """Micro-batches and a JSON-able description as one safetensors file, atomically."""
+    tensors = {}
+    for (step, micro), batch in batches.items():
+        for name, tensor in zip(BATCH_FIELDS, _fields(batch), strict=True):
+            tensors[f"{step}/{micro}/{name}"] = tensor.to(torch.int32)
+    save_tensors(path, tensors, about)
+
+
+def read_batches(path: Path) -> tuple[dict[tuple[int, int], Batch], dict[str, object]]:
+    """What `save_batches` wrote: (step, micro-batch) -> batch, and the description."""
+    tensors, about = read_tensors(path)
+    try:
+        places = {tuple(map(int, name.split("/")[:2])) for name in tensors}
+        found = {(step, micro): _batch(tensors, step, micro) for step, micro in sorted(places)}
+    except (KeyError, ValueError, RuntimeError) as error:
+        raise RunError(f"{path} holds no batches of this version ({error})") from error
+    return found, about
+
+
+def _fields(batch: Batch) -> tuple[Tensor, ...]:
+    cuts = batch.segments
+    limits = torch.tensor([cuts.max_len, cuts.context])
+    return batch.inputs, batch.targets, cuts.cu, cuts.positions, limits
+
+
+def _batch(tensors: Mapping[str, Tensor], step: int, micro: int) -> Batch:
+    inputs, targets, cu, positions, limits = (
+        tensors[f"{step}/{micro}/{name}"] for name in BATCH_FIELDS
+    )
+    max_len, context = limits.tolist()
+    segments = Segments(cu, max_len, positions.long(), context)
+    return Batch(inputs.long(), targets.long(), segments)
+
+
+class Reference:
+    """The losses of another run, which this one should not fall behind."""
+
+    def __init__(self, points: Iterable[tuple[float, float]], margin: float = 0.1) -> None:
+        self.margin = margin
+        self._theirs = _Curve(points)
+        self._ours = _Curve(())
+
+    def add(self, progress: float, loss: float) -> None:
+        """A logged loss of this run, in nats a token."""
+        self._ours.add(progress, loss)
+
+    def gap(self) -> float | None:
+        """Nats by which the mean loss of this run's last tenth is above theirs; below 0: better.
+
+        None before 0.3 of the run, and where one of the two logged too little.
+        """
+        end = self._ours.end
+        ours, theirs = (c.mean(end - WINDOW_SHARE, end) for c in (self._ours, self._theirs))
+        if end < FIRST_SHARE or ours is None or theirs is None:
+            return None
+        return ours - theirs
+
+    def check(self, progress: float, loss: float) -> str | None:
+        """Add a logged loss; why the run should end, or None."""
+        self.add(progress, loss)
+        gap = self.gap()
+        if gap is None or gap <= self.margin:
+            return None
+        return f"{gap:.3f} nats behind at {progress:.0%} of the run"
+
+
+class _Curve:
+    """Finite losses by progress, in rising order."""
+
+    def __init__(self, points: Iterable[tuple[float, float]]) -> None:
+        self._progress: list[float] = []
+        self._losses: list[float] = []
+        for progress, loss in points:
+            self.add(progress, loss)
+
+    @property
+    def end(self) -> float:
+        """Progress of the last loss."""
+        return self._progress[-1] if self._progress else 0.0
+
+    def add(self, progress: float, loss: float) -> None:
+        """Add a loss at the end."""
+        # Steps taken again after a kill replace those before it.
+        keep = bisect_right(self._progress, progress)
+        del self._progress[keep:], self._losses[keep:]
+        if math.isfinite(loss):
+            self._progress.append(progress)
+            self._losses.append(loss)
+
+    def mean(self, begin: float, end: float) -> float | None:
+        """Mean loss after `begin` up to `end`; None where too few were logged."""
+        first, last = (bisect_right(self._progress, share) for share in (begin, end))
+        losses = self._losses[first:last]
+        return fmean(losses) if len(losses) >= FEWEST_POINTS else None
+
+
+def read_reference(folder: RunFolder, margin: float = 0.1) -> Reference:
+    """The losses that another run logged."""
+    file = folder.metrics_file
+    try:
+        points = [(float(line["progress"]), float(line["loss"])) for line in folder.metrics()]
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{file} holds a line without progress or loss ({error})") from error
+    if not points:
+        raise RunError(f"{file} holds no losses to compare with; name a run that was trained")
+    return Reference(points, margin)

@@ -1,0 +1,113 @@
+"""Growing context: batches are cut anew, rates rise again, nothing is skipped; and the warm-up."""
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from underpar import pipeline
+from underpar.build import resolve_levers
+from underpar.data.folder import load_data
+from underpar.data.loader import Batch, Loader, MicroBatch, make_step
+from underpar.recipe import Recipe, TrainPart, load_recipe
+from underpar.run import RunFolder
+from underpar.runtime import Runtime
+from underpar.train.feed import Feed
+from underpar.train.loop import Trainer
+from underpar.train.step import mean_loss, step_of
+from underpar.train.warmup import shapes_of, warm_up
+
+STAGES = 'train.stages=["16@0.3", "32@0.6", "64@1"]'
+SMALL = ["model.num_layers=3", "levers.loop={first=1, last=1, start=0.5}", "levers.ema=true"]
+
+
+@pytest.fixture
+def recipe() -> Recipe:
+    sets = [*SMALL, STAGES, "train.budget_steps=10", "train.rewarm_steps=2"]
+    return resolve_levers(load_recipe("cpu", sets))
+
+
+def trainer_of(recipe: Recipe, data: Path, path: Path, runtime: Runtime) -> Trainer:
+    return pipeline.make_trainer(recipe, load_data(data), RunFolder(path), runtime)
+
+
+def test_a_run_goes_through_its_stages(
+    recipe: Recipe, tiny_data: Path, tmp_path: Path, runtime: Runtime
+) -> None:
+    folder = RunFolder(tmp_path)
+    assert pipeline.train_run(recipe, tiny_data, folder, runtime)
+    lines = list(folder.metrics())
+    assert [m["context"] for m in lines] == [16] * 4 + [32] * 3 + [64] * 3
+    plain = [max(min(1, (1 - m["progress"]) / 0.85), 0.1) for m in lines]
+    # No warm-up at the start; after a change two steps at a half and a whole.
+    factors = [m["lr_scale"] / p for m, p in zip(lines, plain, strict=True)]
+    assert factors == pytest.approx([1, 1, 1, 1, 0.5, 1, 1, 0.5, 1, 1])
+
+
+def test_a_stopped_run_goes_on_in_the_same_stage(
+    recipe: Recipe, tiny_data: Path, tmp_path: Path, runtime: Runtime
+) -> None:
+    whole = trainer_of(recipe, tiny_data, tmp_path / "whole", runtime)
+    stopped = trainer_of(recipe, tiny_data, tmp_path / "stopped", runtime)
+    for trainer in (whole, stopped):
+        trainer.folder.path.mkdir()
+    assert whole.run()
+    feed = Feed(stopped.loader, runtime)
+    # The fifth step has just changed to the second stage.
+    for step in range(5):
+        stopped._step(step / 10, feed)
+        stopped.position = replace(stopped.position, step=step + 1)
+    feed.close()
+    stopped.checkpoint()
+    again = trainer_of(recipe, tiny_data, tmp_path / "stopped", runtime)
+    assert again.run()
+    assert again.position.changed_at == whole.position.changed_at == 7
+    for name, weight in whole.model.state_dict().items():
+        assert torch.equal(weight, again.model.state_dict()[name]), name
+
+
+def test_a_change_of_context_skips_no_token(tiny_data: Path, runtime: Runtime) -> None:
+    loader = Loader(load_data(tiny_data).train, make_step(2, [128], [64]), seed=1)
+    feed = Feed(loader, runtime)
+    seen = []
+    for step, context in enumerate((16, 16, 64, 64, 32)):
+        seen += itertools.islice(feed.at(step, context), 2)
+        assert seen[-1].segments.context == context
+        assert seen[-1].segments.max_len == 64
+    feed.close()
+    steady = [loader.batch(step, micro) for step in range(5) for micro in range(2)]
+    assert all(torch.equal(a.inputs, b.inputs) for a, b in zip(seen, steady, strict=True))
+
+
+def test_16_the_warm_up_leaves_everything_as_it_was(
+    recipe: Recipe, tiny_data: Path, tmp_path: Path, runtime: Runtime
+) -> None:
+    trainer = trainer_of(recipe, tiny_data, tmp_path, runtime)
+    weights = {n: t.clone() for n, t in trainer.model.state_dict().items()}
+    state = {n: t.clone() for n, t in trainer.optimizer.state().items()}
+    random = torch.get_rng_state()
+    seen: list[tuple[int, int]] = []
+
+    def loss_of(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        seen.append((len(trainer.model.plan), batch.segments.context))
+        return mean_loss(model, batch)
+
+    num = warm_up(trainer.model, trainer.loader, trainer.part, runtime, loss_of)
+    assert sorted(seen) == [(v, c) for v in (3, 5) for c in (16, 32, 64)]
+    assert num == len(seen)
+    assert all(torch.equal(t, weights[n]) for n, t in trainer.model.state_dict().items())
+    after = trainer.optimizer.state()
+    assert after.keys() == state.keys()
+    assert all(torch.equal(t, state[n]) for n, t in after.items())
+    assert all(p.grad is None for p in trainer.model.parameters())
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_steps_of_mixed_sizes_and_contexts() -> None:
+    part = TrainPart(num_micro_batches=4, micro_sizes=(96, 64), contexts=(32, 64))
+    assert step_of(part) == 2 * [MicroBatch(96, 32), MicroBatch(64, 64)]
+    assert shapes_of(step_of(part), part) == [MicroBatch(64, 64), MicroBatch(96, 32)]
+    staged = TrainPart(num_micro_batches=2, stages=("8@0.5", "16@1"))
+    assert step_of(staged) == 2 * [MicroBatch(98_304, 16)]
