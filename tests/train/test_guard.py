@@ -178,3 +178,9 @@ def test_a_reference_is_read_from_a_run(tmp_path: Path) -> None:
     folder.metrics_file.write_text('{"step": 1}\n')
     with pytest.raises(RunError, match="progress"):
         read_reference(folder)
+
+
+@pytest.mark.parametrize("margin", [-1.0, float("nan"), float("inf")])
+def test_a_margin_below_nothing_is_refused(margin: float, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"margin .*0 or more"):
+        read_reference(RunFolder(tmp_path), margin)

@@ -190,6 +190,8 @@ class _Curve:
 
 def read_reference(folder: RunFolder, margin: float = 0.1) -> Reference:
     """The losses that another run logged."""
+    if not 0 <= margin < math.inf:
+        raise RunError(f"margin {margin}: expected nats, 0 or more")
     file = folder.metrics_file
     try:
         points = [(float(line["progress"]), float(line["loss"])) for line in folder.metrics()]
