@@ -20,8 +20,9 @@ from underpar.recipe import Recipe, list_recipes, load_recipe
 from underpar.run import RunFolder
 from underpar.runtime import Runtime
 from underpar.seams import MODEL_SEAMS, SINGLE_SEAMS
+from underpar.train.compiled import compile_loss
 from underpar.train.loop import Trainer
-from underpar.train.step import compile_loss, mean_loss
+from underpar.train.step import mean_loss
 
 # As published.
 NUM_PARAMETERS = {

@@ -21,8 +21,9 @@ from underpar.kernels.attention import backend_of
 from underpar.model.gpt import GPT
 from underpar.recipe import TrainPart
 from underpar.runtime import Runtime
+from underpar.train.compiled import compile_loss
 from underpar.train.optimizer import Optimizer
-from underpar.train.step import accumulate, compile_loss, mean_loss, step_of
+from underpar.train.step import accumulate, mean_loss, step_of
 
 WARMUP_STEPS = 2
 # Start and end of training: a loop is off at the first and on at the second.

@@ -21,13 +21,14 @@ from underpar.runtime import Clock, Runtime
 from underpar.seams import Averager
 from underpar.train import schedule
 from underpar.train.checkpoint import Position, read_checkpoint, save_checkpoint, save_tensors
+from underpar.train.compiled import compile_loss
 from underpar.train.dist import from_main
 from underpar.train.events import EventWriter
 from underpar.train.feed import Feed
 from underpar.train.guard import Guard
 from underpar.train.meter import Meter, flops_per_token, peak_flops
 from underpar.train.optimizer import Optimizer
-from underpar.train.step import accumulate, compile_loss, mean_loss
+from underpar.train.step import accumulate, mean_loss
 from underpar.train.warmup import warm_up
 
 # A logged line -> whether to stop there.

@@ -35,18 +35,6 @@ def mean_loss(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(logits.float(), batch.targets)
 
 
-def compile_loss() -> LossOf:
-    """`mean_loss` as one compiled graph; a break in it is an error, not a slow run."""
-    compiled = torch.compile(mean_loss, fullgraph=True, dynamic=False)
-
-    def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-        # The number of pieces alone differs from batch to batch: one graph for all of them.
-        torch._dynamo.mark_dynamic(batch.segments.cu, 0)
-        return compiled(model, batch)
-
-    return loss_of
-
-
 def precision(runtime: Runtime) -> AbstractContextManager[None]:
     """bf16 products on a GPU, fp32 elsewhere."""
     if runtime.dtype == torch.float32:
