@@ -101,7 +101,8 @@ class TrainPart:
     cut at `context`, at `contexts` in turn, or at the length that `stages` name for the moment
     ("1024@0.1": up to a tenth of the run). After a change of stage rates rise again over
     `rewarm_steps`. `decay_curve` scales weight decay ("1@0.7", "0.5@1": constant, then falling).
-    `reserve_seconds` of the time are left to what comes after training.
+    `reserve_seconds` of the time are left to what comes after training. The held-out text is priced
+    every `validate_every_seconds` of training (0: at the end only), for the log and nothing else.
     """
 
     seed: int = 1337
@@ -136,6 +137,7 @@ class TrainPart:
     lr_floor: float = 0.1
     checkpoint_seconds: float = 60.0
     log_every: int = 1
+    validate_every_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         budgets = (self.budget_seconds, self.budget_steps, self.budget_tokens, self.budget_flops)
@@ -160,6 +162,8 @@ class TrainPart:
         for name in ("micro_batch_tokens", "num_micro_batches", "context", "log_every"):
             value = getattr(self, name)
             require(value > 0, f"train.{name} = {value}: expected a positive number")
+        every = self.validate_every_seconds
+        require(every >= 0, f"train.validate_every_seconds = {every}: expected 0 or more")
         shortest = min(self.contexts, default=1)
         require(shortest > 0, f"train.contexts: {shortest} is not a positive number")
         known = self.order in ("documents", "sequences")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from underpar import __version__
@@ -42,11 +43,14 @@ from underpar.run import RunFolder, write_atomic, write_json
 from underpar.runtime import Clock, Runtime, seed_everything
 from underpar.score.ledger import Score, score_from_dict
 from underpar.score.score import OnChunk, Scorer
+from underpar.score.windows import chunk_documents
 from underpar.submit.bundle import bundle
 from underpar.train.checkpoint import Position, read_tensors
-from underpar.train.dist import process_group
+from underpar.train.dist import ask_main, process_group
+from underpar.train.forecast import Forecast
 from underpar.train.loop import OnStep, Trainer
 from underpar.train.step import step_of
+from underpar.train.validate import Validator
 
 
 def data_identity(data: DataFolder) -> str:
@@ -70,9 +74,9 @@ def train_run(
     recipe = resolve_levers(recipe)
     data = load_data(data_path)
     _check_tokenizer(recipe, data.tokenizer, data_path)
-    if runtime.is_main:
-        _begin_run(folder, recipe, data_path, data, runtime)
     with process_group(runtime):
+        # On the main rank alone; where it refuses, no rank is left waiting.
+        ask_main(lambda: _begin_run(folder, recipe, data_path, data, runtime), runtime)
         return make_trainer(recipe, data, folder, runtime).run(on_step)
 
 
@@ -94,6 +98,7 @@ def make_trainer(recipe: Recipe, data: DataFolder, folder: RunFolder, runtime: R
     """Model, loader and levers of a recipe, ready to run."""
     seed_everything(recipe.train.seed)
     part = recipe.train
+    levers = plug_levers(recipe, "train").values()
     return Trainer(
         model=build_model(recipe).to(runtime.device),
         loader=Loader(data.train, step_of(part), part.seed, part.order),
@@ -101,8 +106,17 @@ def make_trainer(recipe: Recipe, data: DataFolder, folder: RunFolder, runtime: R
         runtime=runtime,
         folder=folder,
         position=Position(recipe.hash, data_identity(data)),
-        averagers=list(plug_levers(recipe, "train").values()),
+        forecast=Forecast(data.train.num_tokens / data.train.num_bytes),
+        validator=make_validator(recipe, data.val, runtime),
+        averagers=[lever for lever in levers if hasattr(lever, "average")],
+        penalties=[lever for lever in levers if hasattr(lever, "penalty")],
     )
+
+
+def make_validator(recipe: Recipe, shard: Shard, runtime: Runtime) -> Validator:
+    """The held-out documents in the passes in which they will be scored."""
+    lengths = np.diff(shard.starts, append=shard.num_tokens).tolist()
+    return Validator(shard, list(chunk_documents(lengths, recipe.score.batch_tokens)), runtime)
 
 
 def _begin_run(

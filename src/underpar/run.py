@@ -48,6 +48,7 @@ class RunFolder:
     checkpoint.safetensors   everything a resumed run needs
     broken.safetensors       the batches of a step whose loss broke
     weights.safetensors      what training hands to packing
+    validation.json  bits per byte of the held-out text before weights are quantized
     tokenizer.model  the tokenizer it was trained with
     model.upar       the artifact
     budget.json      where its bytes go
@@ -82,6 +83,11 @@ class RunFolder:
     def weights_file(self) -> Path:
         """Final weights, averaged where the recipe averages."""
         return self.path / "weights.safetensors"
+
+    @property
+    def validation_file(self) -> Path:
+        """Bits per byte of live and averaged weights, before they are quantized."""
+        return self.path / "validation.json"
 
     @property
     def tokenizer_file(self) -> Path:
@@ -148,6 +154,7 @@ class RunFolder:
             self.recipe_file: "train",
             self.about_file: "train",
             self.weights_file: "train",
+            self.validation_file: "train",
             self.tokenizer_file: "train",
             self.artifact_file: "pack",
             self.budget_file: "pack",

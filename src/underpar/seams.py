@@ -16,7 +16,7 @@ from underpar.parts import require
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from underpar.parts import ModelSpec
 
@@ -267,6 +267,16 @@ class Averager(Protocol):
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Put a checkpointed state back."""
+
+
+class Penalty(Protocol):
+    """Train stage, seam `penalty`: a term of the loss that reads the weights alone."""
+
+    def penalty(self, model: nn.Module, step: int, p: float) -> Tensor | None:
+        """What is added to the loss after `step` steps, at p (0 to 1) of the budget; None: nothing.
+
+        In nats a token, once for the whole batch.
+        """
 
 
 class Adapter(Protocol):

@@ -23,7 +23,6 @@ from underpar.kernels.attention import backend_of
 from underpar.recipe import Recipe, TrainPart
 from underpar.run import RunFolder, write_atomic
 from underpar.runtime import Runtime
-from underpar.train.forecast import Forecast
 from underpar.train.guard import Reference, read_reference
 
 
@@ -127,7 +126,15 @@ def train(
     summary = {"finished": finished, "run": str(folder.path), "recipe_hash": recipe.hash}
     summary |= {"attention": attention, "compiled": runtime.compiled}
     summary |= {"stopped": watch.stopped} if watch.stopped else {}
-    return summary | {k: last[k] for k in ("step", "tokens", "seconds", "loss") if k in last}
+    summary |= {k: last[k] for k in ("step", "tokens", "seconds", "loss") if k in last}
+    return summary | (validation_of(folder) if finished and runtime.is_main else {})
+
+
+def validation_of(folder: RunFolder) -> dict[str, float]:
+    """Bits per byte of a finished run before its weights are quantized, live and averaged."""
+    found = folder.read_json(folder.validation_file)
+    keys = ("live_bpb", "average_bpb")
+    return {key: found[key] for key in keys if found[key] is not None}
 
 
 class Watch:
@@ -136,23 +143,30 @@ class Watch:
     def __init__(self, reference: Reference | None, lines: Iterable[dict[str, Any]] = ()) -> None:
         self.stopped: str | None = None
         self._reference = reference
-        self._forecast = Forecast()
+        self._validated = ""
         for line in lines:
-            self._forecast.add(line["progress"], line["loss"])
+            self._see(line)
             if reference:
                 reference.add(line["progress"], line["loss"])
 
     def add(self, line: dict[str, Any]) -> str:
-        """Take a metrics line; returns it in words."""
-        self._forecast.add(line["progress"], line["loss"])
+        """Take a metrics line; returns it in words, with the last look at the held-out text."""
         if self._reference:
             self.stopped = self._reference.check(line["progress"], line["loss"])
+        self._see(line)
         speed = line.get("tokens_per_second") or line["tokens"] / max(line["seconds"], 1e-9)
         remark = f"step {line['step']:,}, loss {line['loss']:.3f}, {speed:,.0f} tokens/s"
         if "mfu" in line:
             remark += f", MFU {line['mfu']:.0%}"
-        final = self._forecast.final()
-        return remark if final is None else f"{remark}, forecast {final:.3f}"
+        if "forecast_bpb" in line:
+            remark += f", forecast {line['forecast_bpb']:.4f} BPB"
+        return remark + self._validated
+
+    def _see(self, line: dict[str, Any]) -> None:
+        if "val_bpb" in line:
+            self._validated = f", held-out {line['val_bpb']:.4f} BPB"
+        if "average_val_bpb" in line:
+            self._validated += f", averaged {line['average_val_bpb']:.4f}"
 
 
 def open_reference(run: RunFolder, data: Path, margin: float) -> Reference:

@@ -19,7 +19,7 @@ from underpar.kernels.attention import attend
 from underpar.recipe import ModelSpec, from_tree, load_recipe
 from underpar.report.flops import count_flops, count_keys
 from underpar.report.lever_cards import LeverCard, all_cards, cost_of, parse_docstring, read_card
-from underpar.report.lever_docs import to_markdown
+from underpar.report.lever_docs import ablation_section, to_markdown
 
 DOCS = Path(__file__).parents[2] / "docs" / "levers.md"
 
@@ -88,6 +88,57 @@ def test_the_example_of_the_document_is_a_recipe(sections: dict[str, str]) -> No
         levers = resolve_levers(load_recipe("baseline", [override])).levers
         assert levers.keys() == wanted.keys()
     assert levers == wanted
+
+
+def ablation(loops_on: float | None) -> dict[str, object]:
+    """What `underpar ablate` writes, with made-up values."""
+    row = {"lever": "smear", "also_dropped": [], "loops_on": False, "bpb": 2.5}
+    row |= {"difference_mbpb": 500.0, "noise_mbpb": 0.25, "beyond_noise": True}
+    loop = {**row, "lever": "loop", "also_dropped": ["recur_ab"], "loops_on": True}
+    loop |= {"difference_mbpb": -0.125, "beyond_noise": False}
+    return {
+        "recipe": "mine",
+        "overrides": ["train.clip=1.0"],
+        "recipe_hash": "0123456789",
+        "tokens": 12_345_678,
+        "device": "a device",
+        "seeds": [7, 8],
+        "baseline": {"bpb": [1.9, 2.1], "mean": 2.0, "sd": 0.14142},
+        "loops_on": loops_on,
+        "levers": [row] if loops_on is None else [row, loop],
+    }
+
+
+def test_an_ablation_is_a_section_where_there_is_one(
+    cards: dict[str, LeverCard], tmp_path: Path
+) -> None:
+    some = [cards["smear"], cards["loop"]]
+    path = tmp_path / "ablation.json"
+    without = to_markdown(some, path)
+    assert "Measured here" not in without
+    path.write_text(json.dumps(ablation(1.875)))
+    text = to_markdown(some, path)
+    section = ablation_section(ablation(1.875))
+    # Between the table of all levers and the first of them.
+    assert text == without.replace("\n\n## smear\n", f"\n\n{section}\n\n## smear\n")
+    assert "`mine` with `train.clip=1.0` (hash\n0123456789)" in section
+    assert "12,345,678 tokens (a device) with the seeds 7, 8:\n2.0000 bits" in section
+    assert "standard deviation of 141.42 mBPB" in section
+    head, rule, *rows = section.split("\n\n")[-1].splitlines()
+    assert head == "| without | bits per byte | difference, mBPB | noise, mBPB | beyond noise |"
+    assert rule == "| --- | ---: | ---: | ---: | --- |"
+    assert rows == [
+        "| smear | 2.5000 | +500.00 | 0.25 | yes |",
+        "| loop (and recur_ab, loops on) | 2.5000 | -0.12 | 0.25 | no |",
+    ]
+    assert "(1.8750 bits per byte)" in section
+
+
+def test_a_section_speaks_of_loops_only_where_they_were_switched_on() -> None:
+    text = ablation_section(ablation(None))
+    assert "oops" not in text
+    assert "\n\n\n" not in text
+    assert "\n\n\n" not in ablation_section(ablation(1.875))
 
 
 MARKED = {"source": "PR 1 (a: b).", "legal": "it is.", "measured": "2.1 mBPB, three seeds."}

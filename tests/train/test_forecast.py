@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from underpar.train.forecast import Forecast
+from underpar.verbs import Watch
 
 # Seconds and losses of PR 2014 (three seeds), which trained for 596 s.
 PUBLISHED_SECONDS = [45.8, 93.7, 142.1, 190.6, 253.0, 323.6, 394.1, 466.3, 539.3]
@@ -17,7 +18,7 @@ PUBLISHED_LOSSES = {
 
 
 def forecast_of(progress: np.ndarray, losses: np.ndarray) -> float | None:
-    forecast = Forecast()
+    forecast = Forecast(1.0)
     for p, loss in zip(progress.tolist(), losses.tolist(), strict=True):
         forecast.add(p, loss)
     return forecast.final()
@@ -58,11 +59,11 @@ def test_nothing_is_said_too_early_or_from_too_little() -> None:
     assert forecast_of(p[p < 0.3], 3 - p[p < 0.3]) is None
     assert forecast_of(p[p < 0.31], 3 - p[p < 0.31]) is not None
     assert forecast_of(np.array([0.4, 0.5]), np.array([3.0, 2.9])) is None
-    assert Forecast().final() is None
+    assert Forecast(1.0).final() is None
 
 
 def test_broken_and_first_losses_are_left_out() -> None:
-    forecast = Forecast()
+    forecast = Forecast(1.0)
     for i in range(500):
         forecast.add(i / 1000, math.nan if i % 7 == 0 else 3.0)
     assert forecast.final() == pytest.approx(3.0)
@@ -77,3 +78,24 @@ def test_a_rising_loss_is_not_continued() -> None:
 def test_progress_beyond_the_budget_is_the_last_bin() -> None:
     p = np.arange(1, 1051) / 1000
     assert forecast_of(p, np.full(len(p), 2.0)) == pytest.approx(2.0)
+
+
+def test_bits_per_byte_follow_from_the_tokens_of_a_byte() -> None:
+    forecast = Forecast(tokens_per_byte=0.25)
+    assert forecast.final_bpb() is None
+    for i in range(1, 501):
+        forecast.add(i / 1000, 4 * math.log(2))
+    assert forecast.final_bpb() == pytest.approx(1.0)
+
+
+def test_a_watcher_reads_the_forecast_and_the_last_validation() -> None:
+    line = {"step": 1200, "progress": 0.5, "loss": 2.5, "tokens": 1000, "seconds": 2.0}
+    watch = Watch(None, [line | {"val_bpb": 1.3, "average_val_bpb": 1.2}])
+    words = watch.add(line | {"tokens_per_second": 1500.0, "mfu": 0.5, "forecast_bpb": 1.0625})
+    assert words == (
+        "step 1,200, loss 2.500, 1,500 tokens/s, MFU 50%, forecast 1.0625 BPB, "
+        "held-out 1.3000 BPB, averaged 1.2000"
+    )
+    assert watch.add(line | {"val_bpb": 1.25}).endswith("500 tokens/s, held-out 1.2500 BPB")
+    assert watch.add(line).endswith(", held-out 1.2500 BPB")
+    assert Watch(None).add(line) == "step 1,200, loss 2.500, 500 tokens/s"

@@ -1,26 +1,32 @@
-"""The loop: budgets, kill and resume with equal losses, signals, ranks."""
+"""The loop: budgets, kill and resume with equal losses, signals, ranks, validation."""
 
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from underpar import pipeline
+from underpar import pipeline, verbs
 from underpar.build import resolve_levers
 from underpar.data.build import BuildOptions, build_data
 from underpar.errors import RecipeError, RunError
-from underpar.recipe import load_recipe, to_toml
+from underpar.model.gpt import GPT
+from underpar.recipe import Recipe, load_recipe, to_toml
 from underpar.run import RunFolder
 from underpar.runtime import Runtime
 from underpar.train.checkpoint import read_tensors
 from underpar.train.feed import Feed
 from underpar.train.guard import read_batches
+from underpar.train.loop import Trainer
+from underpar.train.validate import Validation, Validator
 
 STEPS = 30
 OVERRIDES = [f"train.budget_steps={STEPS}", "train.checkpoint_seconds=0"]
@@ -90,6 +96,9 @@ def test_two_ranks_train_like_one(whole: RunFolder, tiny_data: Path, tmp_path: P
         capture_output=True,
     )
     assert losses(folder) == pytest.approx(losses(whole), abs=1e-4)
+    ours, theirs = (json.loads(f.validation_file.read_text()) for f in (folder, whole))
+    for key in ("live_bpb", "average_bpb"):
+        assert ours[key] == pytest.approx(theirs[key], rel=1e-4)
 
 
 def test_a_finished_run_is_not_trained_again(
@@ -184,3 +193,141 @@ def test_a_budget_of_operations_ends_a_run(
     flops = [m["flops"] for m in folder.metrics()]
     assert flops[-1] >= 2e9 > flops[-2]
     assert flops[1] == pytest.approx(2 * flops[0])
+
+
+def trainer_of(recipe: Recipe, data: Path, path: Path, runtime: Runtime) -> Trainer:
+    path.mkdir(exist_ok=True)
+    return pipeline.make_trainer(recipe, pipeline.load_data(data), RunFolder(path), runtime)
+
+
+def test_the_end_is_priced_before_and_after_averaging(
+    whole: RunFolder, tiny_data: Path, runtime: Runtime
+) -> None:
+    found = json.loads(whole.validation_file.read_text())
+    last = list(whole.metrics())[-1]
+    assert {key: found[key] for key in ("step", "tokens", "seconds")} == {
+        key: last[key] for key in ("step", "tokens", "seconds")
+    }
+    data = pipeline.load_data(tiny_data)
+    trainer = pipeline.make_trainer(whole.read_recipe(), data, whole, runtime)
+    trainer._resume()
+    again = trainer.validator.run(trainer.model, read_tensors(whole.weights_file)[0])
+    expected = again.as_dict() | {"validation_seconds": found["validation_seconds"]}
+    assert {key: found[key] for key in expected} == expected
+    assert found["num_bytes"] == data.val.num_bytes
+    assert found["live_bpb"] != found["average_bpb"]
+    # The middle of a run is not priced unless asked for.
+    assert not any("val_bpb" in line for line in whole.metrics())
+
+
+def test_a_summary_says_what_the_weights_are_worth(
+    tiny_data: Path, tmp_path: Path, runtime: Runtime
+) -> None:
+    sets = ["train.budget_steps=3", "model.num_layers=1"]
+    recipe, folder = resolve_levers(load_recipe("baseline+cpu", sets)), RunFolder(tmp_path)
+    summary = verbs.train(recipe, tiny_data, folder, runtime, quiet=True)
+    found = json.loads(folder.validation_file.read_text())
+    assert summary["live_bpb"] == found["live_bpb"] > 0
+    # Nothing is averaged here.
+    assert found["average_bpb"] is None and "average_bpb" not in summary
+
+
+class SlowValidator(Validator):
+    """Takes 100 seconds of a clock that nothing else moves, but for the steps."""
+
+    def __init__(self, whole: Validator, now: list[float]) -> None:
+        self.whole, self.now = whole, now
+
+    def run(
+        self, model: GPT, average: Mapping[str, torch.Tensor] | None, progress: float = 1.0
+    ) -> Validation:
+        """Wait, and price."""
+        self.now[0] += 100.0
+        return self.whole.run(model, average, progress)
+
+
+def test_17_the_training_clock_stands_still_while_the_held_out_text_is_priced(
+    tiny_data: Path, tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sets = ["train.budget_steps=0", "train.budget_seconds=7", "train.validate_every_seconds=2"]
+    recipe = load_recipe("baseline+cpu", [*sets, "model.num_layers=1", "levers.ema=true"])
+    now = [5.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    trainer = trainer_of(recipe, tiny_data, tmp_path, runtime)
+    plain_loss = trainer._loss_of
+    trainer.validator = SlowValidator(trainer.validator, now)
+
+    def loss_of(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        # Two micro-batches a step: a step takes a second.
+        now[0] += 0.5
+        return plain_loss(model, batch)
+
+    trainer._loss_of = loss_of
+    assert trainer.run()
+    lines = list(trainer.folder.metrics())
+    assert [line["seconds"] for line in lines] == [1, 2, 3, 4, 5, 6, 7]
+    assert trainer.position.seconds == 7
+    priced = [line["step"] for line in lines if {"val_bpb", "average_val_bpb"} <= line.keys()]
+    assert priced == [2, 4, 6]
+    assert [line.get("validate_seconds", 0) for line in lines] == [0, 100, 100, 200, 200, 300, 300]
+    speeds = {line["tokens_per_second"] for line in lines}
+    assert speeds == {trainer.loader.step_tokens}
+    assert json.loads(trainer.folder.validation_file.read_text())["seconds"] == 7
+
+
+def test_validation_changes_no_bit_of_a_run_stopped_or_not(
+    tiny_data: Path, tmp_path: Path, runtime: Runtime
+) -> None:
+    # Every logged step is due, and not every step is logged.
+    sets = ["train.budget_steps=8", "train.log_every=2", "train.rewarm_steps=2"]
+    sets += ["model.num_layers=2", "train.micro_batch_tokens=256", "levers.ema=true"]
+    sets += ["levers.smear.init=0.3"]
+    sets += ["levers.loop={first=1, last=1, start=0.5}", 'train.stages=["32@0.5", "64@1"]']
+    plain = load_recipe("baseline+cpu", sets)
+    often = load_recipe("baseline+cpu", [*sets, "train.validate_every_seconds=1e-9"])
+    unseen = trainer_of(plain, tiny_data, tmp_path / "unseen", runtime)
+    seen = trainer_of(often, tiny_data, tmp_path / "seen", runtime)
+    stopped = trainer_of(often, tiny_data, tmp_path / "stopped", runtime)
+    assert unseen.run() and seen.run()
+    assert not stopped.run(lambda line: line["step"] == 4)
+    assert not stopped.folder.validation_file.exists()
+    again = trainer_of(often, tiny_data, tmp_path / "stopped", runtime)
+    assert again.run()
+    keys = ("step", "loss", "lr_scale", "norm", "tokens", "flops", "context", "epochs")
+    curves = [
+        [[line[key] for key in keys] for line in trainer.folder.metrics()]
+        for trainer in (unseen, seen, again)
+    ]
+    assert curves[0] == curves[1] == curves[2]
+    values = [[line["val_bpb"] for line in trainer.folder.metrics()] for trainer in (seen, again)]
+    assert len(values[0]) == 4 and values[0] == values[1]
+    for trainer in (seen, again):
+        ours, theirs = (t.optimizer.state() for t in (trainer, unseen))
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        ours, theirs = (read_tensors(t.folder.weights_file)[0] for t in (trainer, unseen))
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_the_forecast_is_logged_in_bits_per_byte_and_survives_a_stop(
+    whole: RunFolder, tiny_data: Path, tmp_path: Path, runtime: Runtime
+) -> None:
+    lines = list(whole.metrics())
+    # Steps begin at 0, 1/30...: the tenth is the first at 0.3.
+    assert [line["step"] for line in lines if "forecast_bpb" in line] == list(range(10, 31))
+    train = pipeline.load_data(tiny_data).train
+    late = lines[-1]["forecast_bpb"]
+    bits_per_byte = lines[-1]["loss"] / math.log(2) * train.num_tokens / train.num_bytes
+    assert late == pytest.approx(bits_per_byte, rel=0.2)
+    sets = ["train.budget_steps=12", "model.num_layers=1", "train.micro_batch_tokens=128"]
+    recipe = load_recipe("baseline+cpu", sets)
+    unbroken = trainer_of(recipe, tiny_data, tmp_path / "unbroken", runtime)
+    stopped = trainer_of(recipe, tiny_data, tmp_path / "stopped", runtime)
+    assert unbroken.run() and not stopped.run(lambda line: line["step"] == 8)
+    again = trainer_of(recipe, tiny_data, tmp_path / "stopped", runtime)
+    assert again.run()
+    ours, theirs = (
+        [line.get("forecast_bpb") for line in t.folder.metrics()] for t in (again, unbroken)
+    )
+    assert ours == theirs and ours[-1] is not None

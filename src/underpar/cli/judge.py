@@ -1,4 +1,4 @@
-"""Commands that judge: score, audit, compare, bench, speed, report, doctor."""
+"""Commands that judge: score, audit, compare, ablate, bench, speed, report, doctor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from underpar.cli.options import (
     load_checked,
     show_summary,
 )
-from underpar.console import OUT, progress_bar, show_json, show_pairs, show_table
+from underpar.console import ERR, OUT, progress_bar, show_json, show_pairs, show_table
 
 
 @app.command()
@@ -199,6 +199,64 @@ def compare(
     show_table("lower bits per byte is better", columns, rows)
     needed = result["seeds_needed_for_this_gain"]
     OUT.print(f"seeds a side to show this gain at p < 0.01 with power 0.8: {needed or 'none will'}")
+
+
+@app.command()
+def ablate(
+    recipe: RecipeName,
+    data: DataPath,
+    out: Annotated[Path, typer.Option(help="Folder for all runs and the result.")],
+    lever: Annotated[
+        list[str] | None,
+        typer.Option(help="Leave out this one, may be repeated; default: each of the model."),
+    ] = None,
+    seeds: Annotated[int, typer.Option(help="Runs of the whole recipe: their spread.")] = 4,
+    tokens: Annotated[int, typer.Option(help="Tokens that every run trains on.")] = 60_000_000,
+    jobs: Annotated[int, typer.Option(help="Runs at a time; one compiles, one trains.")] = 2,
+    set_: Set = None,
+    device: Device = "auto",
+    json: Json = False,
+) -> None:
+    """Train a recipe with several seeds, and once without each lever: what is each worth?
+
+    \b
+    underpar ablate pr2014 --data data --out runs/worth
+    underpar ablate pr2014 --data data --out runs/two --lever smear --lever xsa
+    underpar ablate pr2014+cpu --data tiny --out runs/tiny --tokens 60000
+
+    All runs train on the same number of tokens, whatever the recipe's budget. Levers that do
+    nothing without another are left out with it. The loop, and levers that need it, are compared
+    with loops on from the first step. The result is OUT/ablation.json and OUT/ablation.md. The same
+    command continues what was stopped. Exit code 2 if a run failed.
+    """
+    from underpar.lab import ablate as lab
+    from underpar.pipeline import data_identity, load_data
+    from underpar.report.lever_docs import ablation_rows, ablation_section
+    from underpar.run import RunFolder, write_atomic, write_json
+
+    def show(job: lab.Job, bpb: float | None, done: int, total: int) -> None:
+        said = "failed" if bpb is None else f"{bpb:.4f} bits per byte"
+        if not json:
+            ERR.print(f"{done} of {total}, {job.name}: {said}", markup=False)
+
+    request = lab.Request(recipe, tuple(set_ or ()), tuple(lever or ()), seeds, tokens)
+    plan = lab.make_plan(request)
+    identity = data_identity(load_data(data, verify=False))
+    launch = lab.launcher(recipe, data, out, device)
+    outcome = lab.run_plan(plan, out, launch, jobs, identity, show)
+    for name, reason in outcome.failed.items():
+        tail = lab.read_tail(out / name)
+        ERR.print(f"run {out / name} failed, {reason}:\n{tail}", markup=False, soft_wrap=True)
+    result = lab.summarize(plan, outcome.bpb)
+    result |= lab.read_conditions(RunFolder(out / next(iter(plan.seeds))))
+    write_json(out / "ablation.json", result)
+    write_atomic(out / "ablation.md", ablation_section(result) + "\n")
+    if json:
+        show_json(result)
+    else:
+        columns, rows = ablation_rows(result)
+        show_table(f"{recipe} without one lever", columns, rows)
+    raise typer.Exit(2 if outcome.failed else 0)
 
 
 @app.command()

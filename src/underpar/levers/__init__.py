@@ -51,6 +51,7 @@ LEVERS = {
     # Training and scoring.
     "ema": "underpar.levers.ema",
     "lawa": "underpar.levers.lawa",
+    "qat_lite": "underpar.levers.qat_lite",
     "adapt_scales": "underpar.levers.adapt_scales",
 }
 

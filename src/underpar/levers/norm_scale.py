@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from underpar.recipe import ModelSpec, require
@@ -33,15 +34,19 @@ NEUTRAL = Settings(power=0.0)
 class NormScale(nn.Module):
     """No parameters."""
 
-    def __init__(self, settings: Settings) -> None:
+    scale: Tensor
+
+    def __init__(self, settings: Settings, spec: ModelSpec) -> None:
         super().__init__()
-        self.power = settings.power
+        # A tensor, not numbers: layers then look alike to a compiler.
+        scale = torch.arange(1, spec.num_layers + 1).float() ** -settings.power
+        self.register_buffer("scale", scale, persistent=False)
 
     def normed(self, layer: int, x: Tensor) -> Tensor:
         """Scale a normed input (N, dim)."""
-        return x * (layer + 1) ** -self.power
+        return x * self.scale[layer]
 
 
 def plug(settings: Settings, spec: ModelSpec) -> NormScale:
     """The module to hook in."""
-    return NormScale(settings)
+    return NormScale(settings, spec)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import resources
+from importlib.resources.abc import Traversable
+from typing import Any
 
 from underpar.recipe import ModelSpec
 from underpar.report.lever_cards import LeverCard, cost_of
@@ -56,9 +60,31 @@ Levers of other stages than "model" add nothing to it.
 
 """
 
+# What `underpar ablate` wrote, where its result is part of the package.
+ABLATION = resources.files("underpar.report").joinpath("ablation.json")
 
-def to_markdown(cards: Sequence[LeverCard]) -> str:
-    """The document: what a lever is, a summary of all, a section each."""
+MEASURED = """## Measured here
+
+What a lever is worth to a whole stack, as `underpar ablate` measures it. {recipe} (hash
+{recipe_hash}) was trained on {tokens:,} tokens ({device}) with the seeds {seeds}:
+{mean:.4f} bits per byte of held-out text, with a standard deviation of {sd:.2f} mBPB. Each row is
+one run of the first seed without a lever.
+
+- **Difference**: thousandths of a bit per byte; above 0 the stack is worse without the lever.
+- **Noise**: the difference that chance alone stays within at two standard deviations, given so few
+  seeds (Student's t). Differences within it say nothing; of levers that do nothing, one in 22
+  lies beyond it all the same.
+- Short runs favor what learns fast: a lever may be worth more, or less, in a run of full length.
+{loops}
+{table}"""
+
+LOOPS = """- **Loops on**: the loop, and what needs it, is compared with one run that loops from the
+  first step on ({bpb:.4f} bits per byte): in a schedule much of the run would not tell them apart.
+"""
+
+
+def to_markdown(cards: Sequence[LeverCard], ablation: Traversable = ABLATION) -> str:
+    """The document: what a lever is, a summary of all, what was measured, a section each."""
     spec, plain = ModelSpec(), cost_of(())
     preamble = PREAMBLE.format(
         num_layers=spec.num_layers,
@@ -72,8 +98,40 @@ def to_markdown(cards: Sequence[LeverCard]) -> str:
     rows = (
         (f"[{c.name}](#{c.name})", *summary_row(c), f"{c.num_bytes:,}", c.measured) for c in cards
     )
-    blocks = [preamble + _table(columns, rows), *map(_section, cards)]
-    return "\n\n".join(blocks) + "\n"
+    measured = ablation_section(json.loads(ablation.read_text())) if ablation.is_file() else ""
+    blocks = [preamble + _table(columns, rows), measured, *map(_section, cards)]
+    return "\n\n".join(filter(None, blocks)) + "\n"
+
+
+def ablation_section(result: Mapping[str, Any]) -> str:
+    """The result of `underpar ablate` as a section of the document."""
+    always = result["loops_on"]
+    columns, rows = ablation_rows(result)
+    return MEASURED.format(
+        recipe=" with ".join(f"`{part}`" for part in (result["recipe"], *result["overrides"])),
+        recipe_hash=result["recipe_hash"],
+        tokens=result["tokens"],
+        device=result["device"],
+        seeds=", ".join(map(str, result["seeds"])),
+        mean=result["baseline"]["mean"],
+        sd=1000 * result["baseline"]["sd"],
+        loops="" if always is None else LOOPS.format(bpb=always),
+        table=_table(columns, rows),
+    )
+
+
+def ablation_rows(result: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Columns and rows: a lever left out, bits per byte, difference, noise, and which is larger."""
+    columns = ("without", "bits per byte#", "difference, mBPB#", "noise, mBPB#", "beyond noise")
+    rows: list[tuple[str, ...]] = []
+    for row in result["levers"]:
+        remarks = [f"and {name}" for name in row["also_dropped"]]
+        remarks += ["loops on"] if row["loops_on"] else []
+        without = f"{row['lever']} ({', '.join(remarks)})" if remarks else row["lever"]
+        difference, noise = f"{row['difference_mbpb']:+.2f}", f"{row['noise_mbpb']:.2f}"
+        beyond = "yes" if row["beyond_noise"] else "no"
+        rows.append((without, f"{row['bpb']:.4f}", difference, noise, beyond))
+    return columns, rows
 
 
 def summary_row(card: LeverCard) -> tuple[str, ...]:

@@ -1,21 +1,141 @@
-"""The compiled loss: one graph for each order of visits, none after the warm-up."""
+"""The compiled loss: regions of the model that look alike are compiled once.
+
+Embedding, each visit of a block and the loss are regions of their own, so the order of visits is no
+part of any graph: a loop that is switched on compiles nothing new, and layers that differ only in
+their weights share one graph. What crosses a region is what one graph for all would store anyway,
+and the rotary tables are better stored than computed again in every layer, as such a graph does.
+"""
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
+from typing import Any
+
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
 
 from underpar.data.loader import Batch
-from underpar.train.step import LossOf, mean_loss
+from underpar.model.gpt import GPT
+from underpar.model.past import PackedPast
+from underpar.train.step import LossOf
+
+# A graph and what stands for its inputs -> the function that runs it.
+Compiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
+
+# Visits are traced one by one, which is quick, and a plan may be long.
+MOST_TRACES = 1024
+# Fused norms with column sums spill registers: 8 % of a step (PR 1420, pytorch#179423).
+INDUCTOR = {"triton.mix_order_reduction": False}
 
 
 def compile_loss() -> LossOf:
-    """`mean_loss` as one compiled graph; a break in it is an error, not a slow run."""
-    compiled = torch.compile(mean_loss, fullgraph=True, dynamic=False)
+    """The mean loss of a model on a batch, compiled; a break in a region is an error."""
+    sharing = Sharing(_inductor)
+
+    def region(function: Callable[..., Any]) -> Callable[..., Any]:
+        return torch.compile(function, fullgraph=True, dynamic=False, backend=sharing)
+
+    # Functions of this call: their traces are not those of another compiled loss.
+    embed = region(lambda model, tokens, past: model.embed(tokens, past))
+    take = region(lambda model, visit, stream: model.visit(visit, stream))
+    end = region(_end)
 
     def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+        assert isinstance(model, GPT)
         # The number of pieces alone differs from batch to batch: one graph for all of them.
         torch._dynamo.mark_dynamic(batch.segments.cu, 0)
-        return compiled(model, batch)
+        with torch._dynamo.config.patch(recompile_limit=MOST_TRACES):
+            stream = embed(model, batch.inputs, PackedPast(batch.segments))
+            for visit in model.plan:
+                # Another object: one that is kept elsewhere too would make this visit special.
+                stream.x = stream.x.view_as(stream.x)
+                take(model, visit, stream)
+            loss: Tensor = end(model, stream, batch.targets)
+        return loss
 
     return loss_of
+
+
+def _end(model: Any, stream: Any, targets: Tensor) -> Tensor:
+    return F.cross_entropy(model.head(model.finish(stream)).float(), targets)
+
+
+def _inductor(graph: fx.GraphModule, inputs: list[Any]) -> Any:
+    from torch._inductor import list_options
+    from torch._inductor.compile_fx import compile_fx
+
+    known = set(list_options())
+    options = {name: value for name, value in INDUCTOR.items() if name in known}
+    return compile_fx(graph, inputs, config_patches=options)
+
+
+class Sharing:
+    """A backend that compiles equal graphs once.
+
+    A row of a stacked weight, `weight[layer]`, is taken outside of the graph: in it, the number of
+    the layer would make every layer's graph its own.
+    """
+
+    def __init__(self, compiler: Compiler) -> None:
+        self.num_graphs = 0
+        self._compiler = compiler
+        self._known: dict[object, Callable[..., Any]] = {}
+
+    def __call__(self, graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        """Compile `graph`, or find what an equal one became."""
+        graph, rows = take_rows_out(graph)
+        examples = [node.meta["example_value"] for node in _inputs(graph)]
+        assert len(examples) == len(inputs) + len(rows)
+        key = (_text(graph), *(_describe(example) for example in examples))
+        if key not in self._known:
+            self._known[key] = self._compiler(graph, examples)
+            self.num_graphs += 1
+        run = self._known[key]
+        return lambda *args: run(*args, *(args[place][row] for place, row in rows))
+
+
+def take_rows_out(graph: fx.GraphModule) -> tuple[fx.GraphModule, list[tuple[int, int]]]:
+    """A copy in which each `input[number]` is an input itself, with place and number of each.
+
+    The new inputs come last.
+    """
+    copy = fx.Graph()
+    copy.output(copy.graph_copy(graph.graph, {}))
+    inputs = [node for node in copy.nodes if node.op == "placeholder"]
+    last, rows = inputs[-1], []
+    for node in list(copy.nodes):
+        if node.target is not operator.getitem or node.args[0] not in inputs:
+            continue
+        if type(node.args[1]) is not int:
+            continue
+        rows.append((inputs.index(node.args[0]), node.args[1]))
+        with copy.inserting_after(last):
+            last = copy.placeholder(f"row_{len(rows)}")
+        last.meta = dict(node.meta)
+        node.replace_all_uses_with(last)
+        copy.erase_node(node)
+    return fx.GraphModule(graph, copy), rows
+
+
+def _inputs(graph: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in graph.graph.nodes if node.op == "placeholder"]
+
+
+def _text(graph: fx.GraphModule) -> str:
+    """A graph without the names of its nodes."""
+    places = {node: f"%{place}" for place, node in enumerate(graph.graph.nodes)}
+    lines = []
+    for node in graph.graph.nodes:
+        target = "" if node.op == "placeholder" else node.target
+        lines.append((node.op, target, fx.map_arg((node.args, node.kwargs), places.__getitem__)))
+    return repr(lines)
+
+
+def _describe(example: Any) -> object:
+    """What a compiler may know of an input; sizes that may differ are all the same to it."""
+    if not isinstance(example, Tensor):
+        return type(example)
+    sizes = (s if isinstance(s, int) else "any" for s in (*example.shape, *example.stride()))
+    return (*sizes, example.dtype, example.device, example.requires_grad)

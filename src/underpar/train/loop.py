@@ -1,4 +1,7 @@
-"""The training loop, on one screen: progress, step, average, log, checkpoint, stop."""
+"""The training loop, on one screen: progress, step, average, log, checkpoint, stop.
+
+The held-out text is priced in pauses of the training clock; see `validate`, which only reports.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -16,23 +20,28 @@ import torch
 from underpar.data.loader import Loader
 from underpar.model.gpt import GPT
 from underpar.recipe import TrainPart
-from underpar.run import RunFolder, write_atomic
+from underpar.run import RunFolder, write_atomic, write_json
 from underpar.runtime import Clock, Runtime
-from underpar.seams import Averager
+from underpar.seams import Averager, Penalty
 from underpar.train import schedule
 from underpar.train.checkpoint import Position, read_checkpoint, save_checkpoint, save_tensors
 from underpar.train.compiled import compile_loss
-from underpar.train.dist import from_main
+from underpar.train.dist import ask_main, from_main, may_fail, require_on_main, require_same
 from underpar.train.events import EventWriter
 from underpar.train.feed import Feed
+from underpar.train.forecast import Forecast
 from underpar.train.guard import Guard
 from underpar.train.meter import Meter, flops_per_token, peak_flops
 from underpar.train.optimizer import Optimizer
-from underpar.train.step import accumulate, mean_loss
+from underpar.train.step import accumulate, mean_loss, sum_penalties
+from underpar.train.validate import Validation, Validator
 from underpar.train.warmup import warm_up
 
 # A logged line -> whether to stop there.
 OnStep = Callable[[dict[str, Any]], bool | None]
+
+# Phases that the budget does not count.
+UNCOUNTED = ("compile", "validate")
 
 
 @dataclass
@@ -45,7 +54,10 @@ class Trainer:
     runtime: Runtime
     folder: RunFolder
     position: Position
+    forecast: Forecast
+    validator: Validator
     averagers: list[Averager] = field(default_factory=list)
+    penalties: list[Penalty] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.optimizer = Optimizer(self.model, self.part, self.runtime)
@@ -55,6 +67,7 @@ class Trainer:
         self.events = EventWriter(self.folder.path)
         # Step and loss: read where the device is waited for anyway.
         self._last = (0, torch.zeros(()))
+        self._logged_seconds = 0.0
         self._loss_of = compile_loss() if self.runtime.compiled else mean_loss
         for averager in self.averagers:
             averager.start(self._weights())
@@ -66,9 +79,8 @@ class Trainer:
             with self.meter.clock.phase("compile"):
                 warm_up(self.model, self.loader, self.part, self.runtime, self._loss_of)
         step_tokens = self.loader.step_tokens
-        before = self.position.seconds
-        # The clock starts behind the compiler.
-        started = saved = time.perf_counter()
+        before, started = self.position.seconds, self._spent_seconds()
+        saved = time.perf_counter()
         self.meter.start(self.position.step * step_tokens, before)
         stop = False
         with interruptible() as interrupted, closing(Feed(self.loader, self.runtime)) as feed:
@@ -81,17 +93,29 @@ class Trainer:
                     break
                 record = self._step(p, feed)
                 # One reading a step decides, is logged and is saved: a resumed run agrees.
-                seconds = before + time.perf_counter() - started
+                seconds = before + self._spent_seconds() - started
                 flops += step_tokens * self._token_flops()
                 self.position = replace(self.position, step=step + 1, seconds=seconds, flops=flops)
-                stop = self._log(record, on_step)
-                if time.perf_counter() - saved >= self.part.checkpoint_seconds:
-                    self.checkpoint()
-                    saved = time.perf_counter()
-        self.checkpoint()
-        if p >= 1:
-            self._finish()
-        return p >= 1
+                record |= self._validate_if_due(p)
+                with may_fail(self.runtime):
+                    stop = self._log(record, on_step)
+                    if time.perf_counter() - saved >= self.part.checkpoint_seconds:
+                        self.checkpoint()
+                        saved = time.perf_counter()
+        with may_fail(self.runtime):
+            self.checkpoint()
+            if p >= 1:
+                self._save_weights()
+        # No rank goes on before all is written.
+        finished = from_main(p, self.runtime) >= 1
+        if finished:
+            self._report()
+        return finished
+
+    def _spent_seconds(self) -> float:
+        """Seconds of this start that the budget counts; they stand still while others pass."""
+        phases = self.meter.clock.read()
+        return sum(spent for name, spent in phases.items() if name not in UNCOUNTED)
 
     def _step(self, p: float, feed: Feed) -> dict[str, Any]:
         step = self.position.step
@@ -102,7 +126,8 @@ class Trainer:
         self.model.set_progress(p)
         num_micro = self.loader.num_micro_batches
         batches = feed.at(step, context)
-        loss = accumulate(self.model, batches, num_micro, self.runtime, self._loss_of)
+        penalty = partial(sum_penalties, self.penalties, self.model, step, p)
+        loss = accumulate(self.model, batches, num_micro, self.runtime, self._loss_of, penalty)
         decay_scale = schedule.decay_scale(self.part, p)
         norm = self.optimizer.step(scale, schedule.momentum(self.part, p), decay_scale)
         for averager in self.averagers:
@@ -127,6 +152,9 @@ class Trainer:
         line = {key: float(v) if isinstance(v, torch.Tensor) else v for key, v in record.items()}
         line |= {"tokens": tokens, "seconds": self.position.seconds, "flops": self.position.flops}
         line["epochs"] = self.loader.num_epochs(record["step"])
+        self.forecast.add(line["progress"], line["loss"])
+        final_bpb = self.forecast.final_bpb()
+        line |= {} if final_bpb is None else {"forecast_bpb": final_bpb}
         line |= self.meter.read(tokens, self.position.seconds, self._token_flops())
         if self.runtime.device.type == "cuda":
             line["memory_bytes"] = torch.cuda.max_memory_allocated()
@@ -141,6 +169,29 @@ class Trainer:
         planned = fmean(micro.context for micro in self.loader.plan)
         context = self.position.context or planned
         return flops_per_token(self.model.spec, self.model.plan, context)
+
+    def _validate_if_due(self, p: float) -> dict[str, float]:
+        """Fields of the metrics line in which a pass over the held-out text is due."""
+        every = self.part.validate_every_seconds
+        if not every or self.position.step % self.part.log_every:
+            return {}
+        seconds, before = self.position.seconds, self._logged_seconds
+        self._logged_seconds = seconds
+        # Clocks of ranks differ, and a pass takes all of them.
+        if not from_main(float(seconds // every > before // every), self.runtime):
+            return {}
+        found = self._validate(p)
+        average_bpb = found.average_bpb
+        line = {"val_bpb": found.live_bpb}
+        return line if average_bpb is None else line | {"average_val_bpb": average_bpb}
+
+    def _validate(self, p: float) -> Validation:
+        """Price the held-out text, outside the training clock."""
+        # What the device still has to do of training is training's time.
+        self.runtime.synchronize()
+        with self.meter.clock.phase("validate"):
+            average = self.averagers[-1].average() if self.averagers else None
+            return self.validator.run(self.model, average, p)
 
     def _check(self) -> None:
         """End a run whose loss broke, before a checkpoint of it is written."""
@@ -164,11 +215,21 @@ class Trainer:
             save_checkpoint(self.folder.checkpoint_file, self.position, parts)
 
     def _resume(self) -> None:
-        if not self.folder.checkpoint_file.exists():
+        file, own = self.folder.checkpoint_file, self.position
+        require_same(f"recipe {own.recipe_hash}, data {own.data_identity}", self.runtime)
+        require_on_main(file, self.runtime)
+        # One rank reads for all: nodes need not share a folder, nor can they differ in the step.
+        found = ask_main(
+            lambda: read_checkpoint(file, own) if file.exists() else None, self.runtime
+        )
+        if found is None:
             if self.runtime.is_main:
                 self.folder.metrics_file.unlink(missing_ok=True)
+                self.folder.validation_file.unlink(missing_ok=True)
             return
-        self.position, parts = read_checkpoint(self.folder.checkpoint_file, self.position)
+        self.position, parts = found
+        # Reading restored the random state where the file was read.
+        torch.set_rng_state(ask_main(torch.get_rng_state, self.runtime))
         self.model.load_state_dict(parts["model"])
         self.optimizer.load(parts["optimizer"])
         for i, averager in enumerate(self.averagers):
@@ -178,13 +239,23 @@ class Trainer:
             kept = [m for m in self.folder.metrics() if m["step"] <= self.position.step]
             for line in kept:
                 self.guard.check(line["step"], line["loss"])
+                self.forecast.add(line["progress"], line["loss"])
+                self._logged_seconds = line["seconds"]
             write_atomic(self.folder.metrics_file, "".join(json.dumps(m) + "\n" for m in kept))
 
-    def _finish(self) -> None:
+    def _save_weights(self) -> None:
         if self.runtime.is_main:
             weights = self.averagers[-1].average() if self.averagers else self._weights()
             about = {"recipe_hash": self.position.recipe_hash, "step": self.position.step}
             save_tensors(self.folder.weights_file, weights, about)
+
+    def _report(self) -> None:
+        """Price the held-out text with the final weights, before they are quantized."""
+        found = self._validate(1.0)
+        if self.runtime.is_main:
+            step, seconds = self.position.step, self.position.seconds
+            about = {"step": step, "seconds": seconds, "tokens": step * self.loader.step_tokens}
+            write_json(self.folder.validation_file, about | found.as_dict())
 
 
 @contextmanager

@@ -43,7 +43,9 @@ def orthogonalize(updates: Tensor, coefficients: Sequence[Coefficients] = POLAR_
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for a, b, c in coefficients:
         gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
+        # b gram + c gram^2 and a x + (.) x: each one product that adds as it stores.
+        gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, gram, x, beta=a)
     return x.mT if tall else x
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -13,6 +13,7 @@ from underpar.data.loader import Batch, MicroBatch, make_step
 from underpar.model.past import PackedPast
 from underpar.parts import TrainPart
 from underpar.runtime import Runtime
+from underpar.seams import Penalty
 from underpar.train.dist import sum_over_ranks
 
 
@@ -42,14 +43,27 @@ def precision(runtime: Runtime) -> AbstractContextManager[None]:
     return torch.autocast(runtime.device.type, dtype=runtime.dtype)
 
 
+def sum_penalties(
+    penalties: Sequence[Penalty], model: nn.Module, step: int, p: float
+) -> Tensor | None:
+    """What all `penalties` add to the loss after `step` steps, at p of the budget."""
+    found = (lever.penalty(model, step, p) for lever in penalties)
+    values = [value for value in found if value is not None]
+    return torch.stack(values).sum() if values else None
+
+
 def accumulate(
     model: nn.Module,
     batches: Iterator[Batch],
     num_micro_batches: int,
     runtime: Runtime,
     loss_of: LossOf = mean_loss,
+    penalty: Callable[[], Tensor | None] | None = None,
 ) -> Tensor:
-    """Leave the global batch's gradients on every rank; returns its mean loss in nats a token."""
+    """Leave the global batch's gradients on every rank; returns its mean loss in nats a token.
+
+    The gradients are those of the loss and of what `penalty` gives; the loss returned is without.
+    """
     total = torch.zeros((), device=runtime.device)
     for _ in range(num_micro_batches // runtime.world):
         batch = next(batches).to(runtime.device, non_blocking=True)
@@ -57,6 +71,11 @@ def accumulate(
             loss = loss_of(model, batch) / num_micro_batches
         loss.backward()
         total += loss.detach()
+    # The last rank has the step's last micro-batch: the sum over ranks counts the penalty once.
+    if penalty is not None and runtime.rank == runtime.world - 1:
+        extra = penalty()
+        if extra is not None:
+            extra.backward()
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     sum_over_ranks([*grads, total], runtime)
     return total

@@ -1,0 +1,154 @@
+"""Bits per byte of the held-out text while weights are still whole. It only reports.
+
+Documents are isolated and cut at the model's context, and every visit of a loop is made, as `score`
+has it; products run in the precision of training, though, where `score` takes fp32. Nothing in
+training may follow from these figures: no step, no rate, no stop, no choice of weights.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from underpar.data.loader import pack_documents
+from underpar.data.shards import Shard
+from underpar.model.gpt import GPT
+from underpar.model.past import PackedPast
+from underpar.runtime import Runtime
+from underpar.train.dist import sum_over_ranks
+from underpar.train.step import precision
+
+# Rows of logits made at a time: those of a whole pass take gigabytes.
+ROWS = 8192
+
+
+@dataclass(frozen=True)
+class Validation:
+    """The whole held-out text, priced with the live weights and with their average."""
+
+    live_nats: float
+    """Mean nats a target."""
+    average_nats: float | None
+    """The same with averaged weights; None where the recipe does not average."""
+    num_bytes: int
+    num_targets: int
+    seconds: float
+
+    @property
+    def live_bpb(self) -> float:
+        """Bits per byte of the live weights."""
+        return self._bpb(self.live_nats)
+
+    @property
+    def average_bpb(self) -> float | None:
+        """Bits per byte of the averaged weights."""
+        return None if self.average_nats is None else self._bpb(self.average_nats)
+
+    def as_dict(self) -> dict[str, float | None]:
+        """Plain values for JSON."""
+        return {
+            "live_bpb": self.live_bpb,
+            "average_bpb": self.average_bpb,
+            "live_nats": self.live_nats,
+            "average_nats": self.average_nats,
+            "num_bytes": self.num_bytes,
+            "num_targets": self.num_targets,
+            "validation_seconds": self.seconds,
+        }
+
+    def _bpb(self, nats: float) -> float:
+        return nats * self.num_targets / math.log(2) / self.num_bytes
+
+
+class Validator:
+    """Prices a shard. `passes` names the documents that share a forward pass, over all ranks."""
+
+    def __init__(self, shard: Shard, passes: Sequence[range], runtime: Runtime) -> None:
+        self._shard = shard
+        self._passes = passes
+        self._runtime = runtime
+
+    @torch.no_grad()
+    def run(
+        self, model: GPT, average: Mapping[str, Tensor] | None, progress: float = 1.0
+    ) -> Validation:
+        """Price with the model's weights, then with `average`; all ranks take part.
+
+        The model comes back as it was, in the order of visits of `progress`.
+        """
+        started = time.perf_counter()
+        with _as_scored(model, progress):
+            rows = [self._price(model)]
+            if average is not None:
+                with _holding(model, average):
+                    rows.append(self._price(model))
+        nats = torch.stack(rows)  # (1 or 2, P)
+        sum_over_ranks([nats], self._runtime)
+        # Everything before this was only handed to the device; here it is waited for.
+        totals = nats.cpu().double().sum(dim=1).tolist()
+        # The first token of the stream is an input only; everything else is a target.
+        num_targets = self._shard.num_tokens - 1
+        means = [total / num_targets for total in totals]
+        return Validation(
+            live_nats=means[0],
+            average_nats=means[1] if average is not None else None,
+            num_bytes=self._shard.num_bytes,
+            num_targets=num_targets,
+            seconds=time.perf_counter() - started,
+        )
+
+    def _price(self, model: GPT) -> Tensor:
+        """Nats (P,) of each pass. Other ranks' stay 0, so that a sum does not depend on ranks."""
+        nats = torch.zeros(len(self._passes), device=self._runtime.device)
+        with precision(self._runtime):
+            for index in range(self._runtime.rank, len(self._passes), self._runtime.world):
+                nats[index] = self._price_pass(model, self._passes[index])
+        return nats
+
+    def _price_pass(self, model: GPT, documents: range) -> Tensor:
+        """Nats of all targets of some documents."""
+        docs = [self._shard.doc(i) for i in documents]
+        batch, _ = pack_documents(docs, int(docs[0][0]), model.spec.context)
+        if self._runtime.device.type == "cuda":
+            batch = batch.pin()
+        batch = batch.to(self._runtime.device, non_blocking=True)
+        hidden = model.hidden(batch.inputs, PackedPast(batch.segments))
+        slices = zip(hidden.split(ROWS), batch.targets.split(ROWS), strict=True)
+        nats = torch.cat(
+            [F.cross_entropy(model.head(x).float(), t, reduction="none") for x, t in slices]
+        )
+        # The stream ends with its last document: nothing follows it, so nothing is predicted.
+        is_last = documents.stop == self._shard.num_documents
+        return nats[: len(nats) - is_last].sum()
+
+
+@contextmanager
+def _as_scored(model: GPT, progress: float) -> Iterator[None]:
+    """Inside, the model is as scoring has it; behind it, as training at `progress` does."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    model.set_progress(1.0)
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        model.set_progress(progress)
+
+
+@contextmanager
+def _holding(model: GPT, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    """Inside, the model has `weights`; behind it, its own, bit for bit and in place."""
+    own = {name: weight.clone() for name, weight in model.state_dict().items()}
+    try:
+        model.load_state_dict(weights)
+        yield
+    finally:
+        model.load_state_dict(own)
