@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from underpar.errors import UnderparError
@@ -26,6 +27,13 @@ def guard_cpu() -> None:
     products end in an illegal instruction. CPU work here is fp32, so the cap costs nothing.
     """
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
+
+
+def keep_kernels() -> None:
+    """Have FlashAttention-4 keep compiled kernels from one start to the next, as torch does."""
+    folder = Path.home() / ".cache" / "underpar" / "flash-attention-4"
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder))
 
 
 @dataclass(frozen=True)
@@ -79,6 +87,7 @@ def open_runtime(device: str = "auto", compiled: bool | None = None) -> Runtime:
         usable = ", ".join(name for name, there in available.items() if there)
         raise UnderparError(f"device {device!r} is not available here; choose from {usable}")
     if device == "cuda":
+        keep_kernels()
         torch.cuda.set_device(local)
     where = f"cuda:{local}" if device == "cuda" else device
     compiled = device == "cuda" if compiled is None else compiled

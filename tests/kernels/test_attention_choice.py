@@ -26,6 +26,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(choice, "_choices", {})
+    monkeypatch.setattr(choice, "_wishes", {})
     choice._probe.cache_clear()
     yield
     choice._probe.cache_clear()
@@ -117,6 +118,15 @@ def test_auto_does_not_try_what_must_be_named(monkeypatch: pytest.MonkeyPatch) -
     assert choose("auto", CPU, torch.float32) == "own"
 
 
+def test_windows_are_tried_only_where_they_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    add(monkeypatch, replace(REFERENCE, forward=farther))
+    assert set_backend("own", CPU, torch.float32) == backend_of(CPU, torch.float32) == "own"
+    with pytest.raises(UnderparError, match="wrong results"):
+        backend_of(CPU, torch.float32, windowed=True)
+    assert set_backend("auto", CPU, torch.float32) == "own"
+    assert backend_of(CPU, torch.float32, windowed=True) == "sdpa"
+
+
 def test_a_bug_is_not_taken_for_a_missing_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     def forward(*args: object) -> tuple[Tensor, Tensor]:
         raise ZeroDivisionError
@@ -166,7 +176,7 @@ def test_a_backend_with_wrong_results_is_refused(
     add(monkeypatch, wrong)
     assert available(CPU, torch.float32)["own"].startswith("wrong results")
     with pytest.raises(UnderparError, match=r"'own' cannot be had on cpu.*wrong results"):
-        choose("own", CPU, torch.float32)
+        choose("own", CPU, torch.float32, windowed=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

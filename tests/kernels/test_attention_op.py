@@ -177,7 +177,7 @@ def test_the_choice_may_be_made_while_tracing(monkeypatch: pytest.MonkeyPatch) -
     tensors, cu = draw(LENGTHS), cuts(LENGTHS)
     with torch.no_grad():
         out = compiled(*tensors, cu)
-    assert choice._choices == {(torch.device("cpu"), torch.float32): "reference"}
+    assert set(choice._choices.values()) == {"reference"}
     torch.testing.assert_close(out, layer(*tensors, cu))
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from underpar.model.capped import soft_cap
 from underpar.recipe import ModelSpec
 
 STAGE = "model"
@@ -41,9 +42,10 @@ class AsymSoftcap(nn.Module):
 
     def cap(self, logits: Tensor) -> Tensor:
         """Bound the logits (N, V)."""
-        # In the caps' precision: halves would move a cap of 30 in steps of an eighth.
-        cap = torch.where(logits > 0, self.cap_positive, self.cap_negative)
-        return cap * torch.tanh(logits.to(cap.dtype) / cap)
+        positive = logits > 0
+        cap = torch.where(positive, self.cap_positive, self.cap_negative)
+        scale = torch.where(positive, 2.0 / self.cap_positive, 2.0 / self.cap_negative)
+        return soft_cap(logits, cap, scale)
 
 
 def plug(settings: Settings, spec: ModelSpec) -> AsymSoftcap:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from underpar.model.capped import soft_cap
 from underpar.recipe import ModelSpec
 
 STAGE = "model"
@@ -38,8 +39,7 @@ class Softcap(nn.Module):
 
     def cap(self, logits: Tensor) -> Tensor:
         """Bound the logits (N, V)."""
-        # In the cap's precision: halves would move a cap of 30 in steps of an eighth.
-        return self.cap_both * torch.tanh(logits.to(self.cap_both.dtype) / self.cap_both)
+        return soft_cap(logits, self.cap_both)
 
 
 def plug(settings: Settings, spec: ModelSpec) -> Softcap:

@@ -7,13 +7,14 @@ has none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from underpar.model.attention import Attention
+from underpar.model.capped import soft_cap
 from underpar.model.hooks import Hooks
 from underpar.model.mlp import MLP
 from underpar.model.plan import make_plan
@@ -152,11 +153,8 @@ class GPT(nn.Module):
     def head(self, x: Tensor) -> Tensor:
         """Logits (N, V) of hidden states (N, dim); each row on its own."""
         logits = F.linear(x, self.embedding.weight)
-        if self.hooks.cap is not None:
-            return self.hooks.cap(logits)
-        # Soft cap as in Gemma 2 (arXiv:2408.00118).
-        cap = self.spec.softcap
-        return cap * torch.tanh(logits / cap)
+        own: Callable[[Tensor], Tensor] | None = self.hooks.cap
+        return own(logits) if own is not None else soft_cap(logits, self.spec.softcap)
 
 
 @torch.no_grad()

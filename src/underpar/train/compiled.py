@@ -13,10 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from underpar.data.loader import Batch
+from underpar.model.capped import capped_cross_entropy
 from underpar.model.gpt import GPT
 from underpar.model.past import PackedPast
 from underpar.train.step import LossOf
@@ -46,6 +46,7 @@ def compile_loss() -> LossOf:
         assert isinstance(model, GPT)
         # The number of pieces alone differs from batch to batch: one graph for all of them.
         torch._dynamo.mark_dynamic(batch.segments.cu, 0)
+        sharing.begin()
         with torch._dynamo.config.patch(recompile_limit=MOST_TRACES):
             stream = embed(model, batch.inputs, PackedPast(batch.segments))
             for visit in model.plan:
@@ -59,7 +60,7 @@ def compile_loss() -> LossOf:
 
 
 def _end(model: Any, stream: Any, targets: Tensor) -> Tensor:
-    return F.cross_entropy(model.head(model.finish(stream)).float(), targets)
+    return capped_cross_entropy(model.head(model.finish(stream)), targets, model.spec.softcap)
 
 
 def _inductor(graph: fx.GraphModule, inputs: list[Any]) -> Any:
@@ -82,6 +83,8 @@ class Sharing:
         self.num_graphs = 0
         self._compiler = compiler
         self._known: dict[object, Callable[..., Any]] = {}
+        # Of one pass through the model: weight -> its rows.
+        self._rows: dict[int, tuple[Tensor, ...]] = {}
 
     def __call__(self, graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """Compile `graph`, or find what an equal one became."""
@@ -93,7 +96,17 @@ class Sharing:
             self._known[key] = self._compiler(graph, examples)
             self.num_graphs += 1
         run = self._known[key]
-        return lambda *args: run(*args, *(args[place][row] for place, row in rows))
+        return lambda *args: run(*args, *(self._row(args[place], row) for place, row in rows))
+
+    def begin(self) -> None:
+        """Begin another pass: weights may have changed."""
+        self._rows.clear()
+
+    def _row(self, weight: Tensor, row: int) -> Tensor:
+        # Taken apart as a whole: the gradients of all rows are put together once.
+        if id(weight) not in self._rows:
+            self._rows[id(weight)] = weight.unbind()
+        return self._rows[id(weight)][row]
 
 
 def take_rows_out(graph: fx.GraphModule) -> tuple[fx.GraphModule, list[tuple[int, int]]]:

@@ -33,20 +33,25 @@ PROBE_WINDOWS = (0, 5)
 # Relative error that no rounding makes and any wrong mask exceeds.
 TOLERANCE = 0.02
 
-_choices: dict[tuple[torch.device, torch.dtype], str] = {}
+# What was asked for, and what that came to with and without windows.
+_wishes: dict[tuple[torch.device, torch.dtype], str] = {}
+_choices: dict[tuple[torch.device, torch.dtype, bool], str] = {}
 
 
 def available(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
     """Every backend, with "yes" or one line that says why not; kernels may compile for seconds."""
-    return {name: _probe(name, _placed(device), dtype) for name in BACKENDS}
+    return {name: _probe(name, _placed(device), dtype, windowed=True) for name in BACKENDS}
 
 
-def choose(name: str, device: torch.device, dtype: torch.dtype) -> str:
-    """The backend of a name, or for "auto" the first of the table that can be had."""
+def choose(name: str, device: torch.device, dtype: torch.dtype, windowed: bool = False) -> str:
+    """The backend of a name, or for "auto" the first of the table that can be had.
+
+    Windows are tried where they are wanted: their kernels are others, and compile for seconds.
+    """
     device = _placed(device)
     if name == "auto":
-        return next(n for n in BACKENDS if _is_first(n, device, dtype))
-    answer = _probe(find_backend(name).name, device, dtype)
+        return next(n for n in BACKENDS if _is_first(n, device, dtype, windowed))
+    answer = _probe(find_backend(name).name, device, dtype, windowed)
     if answer == "yes":
         return name
     usable = [other for other, text in available(device, dtype).items() if text == "yes"]
@@ -56,11 +61,11 @@ def choose(name: str, device: torch.device, dtype: torch.dtype) -> str:
     )
 
 
-def _is_first(name: str, device: torch.device, dtype: torch.dtype) -> bool:
+def _is_first(name: str, device: torch.device, dtype: torch.dtype, windowed: bool) -> bool:
     # Torch alone runs it, everywhere: no trial is needed, and none is waited for.
     if name == SDPA.name:
         return True
-    return not BACKENDS[name].by_name and _probe(name, device, dtype) == "yes"
+    return not BACKENDS[name].by_name and _probe(name, device, dtype, windowed) == "yes"
 
 
 def set_backend(name: str, device: torch.device, dtype: torch.dtype) -> str:
@@ -69,19 +74,22 @@ def set_backend(name: str, device: torch.device, dtype: torch.dtype) -> str:
     What is already compiled keeps the choice it was compiled with.
     """
     chosen = choose(name, device, dtype)
-    _choices[_placed(device), dtype] = chosen
+    place = _placed(device), dtype
+    _wishes[place] = name
+    _choices.pop((*place, True), None)
+    _choices[*place, False] = chosen
     return chosen
 
 
-def backend_of(device: torch.device, dtype: torch.dtype) -> str:
+def backend_of(device: torch.device, dtype: torch.dtype, windowed: bool = False) -> str:
     """The process's choice for a device and precision, made at first use if none was set."""
     # Where nothing is computed nothing can be tried.
     if device.type == "meta":
         return REFERENCE.name
     place = _placed(device), dtype
-    if place not in _choices:
-        _choices[place] = choose("auto", device, dtype)
-    return _choices[place]
+    if (*place, windowed) not in _choices:
+        _choices[*place, windowed] = choose(_wishes.get(place, "auto"), *place, windowed)
+    return _choices[*place, windowed]
 
 
 # A compiler calls it while it traces, and keeps the answer. This is what
@@ -96,7 +104,7 @@ def _placed(device: torch.device) -> torch.device:
 
 
 @cache
-def _probe(name: str, device: torch.device, dtype: torch.dtype) -> str:
+def _probe(name: str, device: torch.device, dtype: torch.dtype, windowed: bool) -> str:
     backend = find_backend(name)
     if reason := backend.refuse(device, dtype):
         return reason
@@ -104,13 +112,15 @@ def _probe(name: str, device: torch.device, dtype: torch.dtype) -> str:
     try:
         # Whatever mode the first user is in: a tensor of inference mode could not be trained on.
         with torch.inference_mode(False):
-            return _try(backend, device, dtype)
+            return _try(backend, device, dtype, PROBE_WINDOWS if windowed else PROBE_WINDOWS[:1])
     except expected as error:
         first = str(error).strip().partition("\n")[0]
         return f"{type(error).__name__}: {first[:160]}"
 
 
-def _try(backend: Backend, device: torch.device, dtype: torch.dtype) -> str:
+def _try(
+    backend: Backend, device: torch.device, dtype: torch.dtype, windows: tuple[int, ...]
+) -> str:
     cu = torch.tensor([0, *accumulate(PROBE_LENGTHS)], dtype=torch.int32, device=device)
     # A generator of its own: a probe leaves the stream of random numbers as it was.
     source = torch.Generator().manual_seed(0)
@@ -118,7 +128,7 @@ def _try(backend: Backend, device: torch.device, dtype: torch.dtype) -> str:
     grad, q, k, v = (
         torch.randn(num, heads, 64, generator=source).to(device, dtype) for heads in (4, 4, 2, 2)
     )
-    for window in PROBE_WINDOWS:
+    for window in windows:
         pieces = Pieces(cu, max(PROBE_LENGTHS), window)
         expected = _run(REFERENCE, (grad, q, k, v), pieces)
         for got, want in zip(_run(backend, (grad, q, k, v), pieces), expected, strict=True):

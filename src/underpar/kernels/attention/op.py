@@ -31,7 +31,7 @@ def attend(
     """
     assert q.dtype == k.dtype == v.dtype and q.size(1) % k.size(1) == 0
     assert cu.dtype == torch.int32 and cu.device == q.device and window >= 0
-    name = backend_of(q.device, q.dtype) if backend is None else backend
+    name = backend_of(q.device, q.dtype, window > 0) if backend is None else backend
     out: Tensor = torch.ops.underpar.attend(q, k, v, cu, [max_len, window], name)[0]
     return out
 

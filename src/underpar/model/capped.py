@@ -1,0 +1,32 @@
+"""Bounded logits: the soft cap, and a cross-entropy that needs no maximum because of it."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Far from the 88 at which exp overflows in fp32, were a learned cap to double.
+SAFE_CAP = 40.0
+
+
+def soft_cap(logits: Tensor, cap: float | Tensor, scale: float | Tensor | None = None) -> Tensor:
+    """cap tanh(logits / cap) in fp32, as in Gemma 2 (arXiv:2408.00118); `scale` is 2 / cap.
+
+    Written with a sigmoid, which takes a GPU a third of the instructions of a tanh.
+    """
+    scale = 2.0 / cap if scale is None else scale
+    return cap * (2.0 * torch.sigmoid(logits.float() * scale) - 1.0)
+
+
+def capped_cross_entropy(logits: Tensor, targets: Tensor, cap: float) -> Tensor:
+    """Mean nats of targets (N,) under capped logits (N, V): one pass, no running maximum.
+
+    The bound makes exp safe (Parameter Golf PR 1787 fuses the same by hand).
+    """
+    if cap > SAFE_CAP:
+        return F.cross_entropy(logits, targets)
+    # A mask, where a gather would leave its gradient, as large as the logits, in memory.
+    is_target = torch.arange(logits.size(1), device=logits.device) == targets[:, None]
+    chosen = torch.where(is_target, logits, 0.0).sum(-1)
+    return (logits.exp().sum(-1).log() - chosen).mean()
