@@ -1,15 +1,32 @@
-"""Runtime: the CPU guard, devices, seeds, and a clock whose phases add up."""
+"""Runtime: the CPU guard, kept kernels, devices, seeds, ages, and a clock whose phases add up."""
 
 import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
+from underpar import pipeline, verbs
+from underpar import runtime as module
+from underpar.build import resolve_levers
 from underpar.errors import UnderparError
-from underpar.runtime import Clock, open_runtime, seed_everything
+from underpar.recipe import load_recipe
+from underpar.run import RunFolder
+from underpar.runtime import (
+    Clock,
+    Runtime,
+    keep_kernels,
+    open_runtime,
+    process_age_seconds,
+    seed_everything,
+)
+from underpar.train import loop
+from underpar.train.step import mean_loss
+
+KEPT = "FLASH_ATTENTION_CUTE_DSL_CACHE_"
 
 
 def test_the_guard_is_set_on_import() -> None:
@@ -22,6 +39,38 @@ def test_the_guard_is_set_on_import() -> None:
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
     assert result.stdout.split() == ["AVX512_CORE", "64.0"]
+
+
+@pytest.fixture
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Without the variables of `keep_kernels`, and left as it was found."""
+    for name in ("ENABLED", "DIR"):
+        # Set first: what was not there before is removed again after the test.
+        monkeypatch.setenv(KEPT + name, "")
+        monkeypatch.delenv(KEPT + name)
+    return monkeypatch
+
+
+def test_kernels_are_kept_at_home(clean_environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    clean_environment.setattr(Path, "home", lambda: tmp_path)
+    keep_kernels()
+    assert os.environ[KEPT + "ENABLED"] == "1"
+    folder = Path(os.environ[KEPT + "DIR"])
+    assert folder.is_relative_to(tmp_path) and folder != tmp_path
+    assert "underpar" in folder.parts
+
+
+@pytest.mark.parametrize("name", ["ENABLED", "DIR"])
+def test_where_kernels_go_may_be_said(clean_environment: pytest.MonkeyPatch, name: str) -> None:
+    clean_environment.setenv(KEPT + name, "0")
+    keep_kernels()
+    assert os.environ[KEPT + name] == "0"
+    assert all(os.environ[KEPT + other] for other in ("ENABLED", "DIR"))
+
+
+def test_a_cpu_keeps_no_kernels(clean_environment: pytest.MonkeyPatch) -> None:
+    open_runtime("cpu")
+    assert not any(name.startswith(KEPT) for name in os.environ)
 
 
 def test_an_unknown_device_is_refused_with_the_choices() -> None:
@@ -41,6 +90,52 @@ def test_seeds_repeat() -> None:
     first = torch.rand(3)
     seed_everything(5)
     assert torch.equal(first, torch.rand(3))
+
+
+def test_the_age_of_a_process_is_read_from_the_system(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # Fields 1 to 22 of proc(5), with a name that looks like fields, then more.
+    before = " ".join(str(number) for number in range(4, 22))
+    stat = tmp_path / "stat"
+    stat.write_text(f"7 (a) S 1 (b) R {before} 12345 99 98\n")
+    monkeypatch.setattr(module, "_STAT", stat)
+    monkeypatch.setattr(os, "sysconf", {"SC_CLK_TCK": 100}.__getitem__)
+    monkeypatch.setattr(time, "clock_gettime", {time.CLOCK_BOOTTIME: 200.0}.__getitem__)
+    assert process_age_seconds() == pytest.approx(200.0 - 123.45)
+
+
+def test_elsewhere_a_process_is_as_old_as_the_import(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(module, "_STAT", tmp_path / "none")
+    monkeypatch.setattr(module, "_IMPORTED", 2.5)
+    monkeypatch.setattr(time, "perf_counter", lambda: 10.0)
+    assert process_age_seconds() == 7.5
+
+
+def test_a_run_says_what_each_of_its_starts_took(
+    tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    age = [3.0]
+    monkeypatch.setattr(loop, "process_age_seconds", lambda: age[0])
+    monkeypatch.setattr(loop, "compile_loss", lambda: mean_loss)
+
+    def warm_up(*_: object) -> None:
+        age[0] += 40.0
+
+    monkeypatch.setattr(loop, "warm_up", warm_up)
+    sets = ["train.budget_steps=3", "model.num_layers=1", "train.micro_batch_tokens=128"]
+    recipe, folder = resolve_levers(load_recipe("baseline+cpu", sets)), RunFolder(tmp_path)
+    compiled = Runtime(torch.device("cpu"), compiled=True)
+    assert not pipeline.train_run(
+        recipe, tiny_data, folder, compiled, lambda line: line["step"] == 2
+    )
+    age[0] = 5.0
+    summary = verbs.train(recipe, tiny_data, folder, Runtime(torch.device("cpu")), quiet=True)
+    # The first start compiled before its clock began, the second had nothing to compile.
+    assert [line["start_seconds"] for line in folder.metrics()] == [43.0, 43.0, 5.0]
+    assert summary["start_seconds"] == 5.0
 
 
 def test_every_second_has_a_name() -> None:

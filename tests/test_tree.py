@@ -100,7 +100,7 @@ def test_the_readme_prints_the_tree() -> None:
     readme = (ROOT / "README.md").read_text()
     block = re.search(r"```\nsrc/underpar/\n(.*?)```", readme, re.DOTALL)
     assert block, "README has no tree"
-    named = re.findall(r"[\w/.]+\.(?:py|toml|j2)", block[1])
+    named = re.findall(r"[\w/.-]+\.(?:py|toml|j2)", block[1])
     here = [str(f.relative_to(SOURCE)) for f in FILES if f.name != "__init__.py"]
     here += [str(f.relative_to(SOURCE)) for f in SOURCE.rglob("*.toml")]
     folders = re.findall(r"^  (\w+)/", block[1], re.MULTILINE)

@@ -19,6 +19,9 @@ from underpar.errors import UnderparError
 if TYPE_CHECKING:
     import torch
 
+_IMPORTED = time.perf_counter()
+_STAT = Path("/proc/self/stat")
+
 
 def guard_cpu() -> None:
     """Cap oneDNN's instruction set before its first op.
@@ -110,6 +113,16 @@ def threads(number: int) -> Iterator[None]:
 def num_cores() -> int:
     """Processor cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def process_age_seconds() -> float:
+    """Seconds since this process began; where the system does not tell, since it imported this."""
+    if not _STAT.exists():
+        return time.perf_counter() - _IMPORTED
+    # Field 22, proc(5): the start in ticks after the boot. The name before it may hold anything.
+    ticks = int(_STAT.read_text().rpartition(")")[2].split()[19])
+    # Not /proc/uptime, which may be that of a container.
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def seed_everything(seed: int) -> None:

@@ -126,7 +126,8 @@ def train(
     summary = {"finished": finished, "run": str(folder.path), "recipe_hash": recipe.hash}
     summary |= {"attention": attention, "compiled": runtime.compiled}
     summary |= {"stopped": watch.stopped} if watch.stopped else {}
-    summary |= {k: last[k] for k in ("step", "tokens", "seconds", "loss") if k in last}
+    shown = ("step", "tokens", "start_seconds", "seconds", "loss")
+    summary |= {k: last[k] for k in shown if k in last}
     return summary | (validation_of(folder) if finished and runtime.is_main else {})
 
 

@@ -130,7 +130,7 @@ def speed(
     compiled: Compiled = None,
     json: Json = False,
 ) -> None:
-    """Take training steps on made-up documents: tokens a second, memory, graphs.
+    """Take training steps on made-up documents: tokens a second, memory, traces.
 
     A second compilation after the warm-up, or a break of the graph, is an error.
     """
@@ -153,7 +153,7 @@ def speed(
     rows = [(p.visits, p.steps, p.step_ms, round(p.tokens_per_second)) for p in measured.phases]
     show_table(recipe, ("visits#", "steps#", "ms a step#", "tokens/s#"), rows)
     OUT.print(
-        f"attention {measured.attention}, {measured.num_graphs} graphs in "
+        f"attention {measured.attention}, {measured.num_traces} regions traced in "
         f"{measured.warmup_seconds:.1f} s of warm-up, peak {measured.memory_bytes / 1e9:.1f} GB"
     )
 

@@ -1,4 +1,4 @@
-"""Training steps of a recipe on made-up documents: tokens a second, memory, number of graphs.
+"""Training steps of a recipe on made-up documents: tokens a second, memory, number of traces.
 
 After the warm-up nothing may be compiled again: a recompilation is an error here, as a break of the
 graph always is.
@@ -49,7 +49,7 @@ class Steps:
     compiled: bool
     step_tokens: int
     warmup_seconds: float
-    num_graphs: int
+    num_traces: int
     memory_bytes: int
     losses: tuple[float, float]
     phases: tuple[Phase, ...]
@@ -66,13 +66,13 @@ def measure_steps(
     if num_steps < len(ENDS):
         raise BenchError(f"{num_steps} steps: expected at least {len(ENDS)}, one for each end")
     training = _Training(model, part, runtime)
-    graphs_before = _num_graphs()
+    traces_before = _num_traces()
     if runtime.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     started = time.perf_counter()
     warm = [float(training.step(p)) for p in ENDS for _ in range(WARMUP_STEPS)]
     warmup_seconds = time.perf_counter() - started
-    num_graphs = _num_graphs() - graphs_before
+    num_traces = _num_traces() - traces_before
     phases: list[Phase] = []
     with torch._dynamo.config.patch(error_on_recompile=True):
         for p in ENDS:
@@ -87,14 +87,14 @@ def measure_steps(
         compiled=runtime.compiled,
         step_tokens=training.step_tokens,
         warmup_seconds=warmup_seconds,
-        num_graphs=num_graphs,
+        num_traces=num_traces,
         memory_bytes=torch.cuda.max_memory_allocated() if on_gpu else 0,
         losses=(warm[0], loss),
         phases=tuple(phases),
     )
 
 
-def _num_graphs() -> int:
+def _num_traces() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from underpar.model.capped import soft_cap
+from underpar.kernels.capped import soft_cap
 from underpar.recipe import ModelSpec
 
 STAGE = "model"

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from underpar.kernels.capped import soft_cap
 from underpar.model.attention import Attention
-from underpar.model.capped import soft_cap
 from underpar.model.hooks import Hooks
 from underpar.model.mlp import MLP
 from underpar.model.plan import make_plan

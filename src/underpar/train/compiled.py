@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from underpar.data.loader import Batch
-from underpar.model.capped import capped_cross_entropy
+from underpar.kernels.capped import capped_cross_entropy
 from underpar.model.gpt import GPT
 from underpar.model.past import PackedPast
 from underpar.train.step import LossOf
@@ -25,7 +25,8 @@ from underpar.train.step import LossOf
 Compiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
 # Visits are traced one by one, which is quick, and a plan may be long.
-MOST_TRACES = 1024
+MOST_TRACES = 4096
+LIMITS = {"recompile_limit": MOST_TRACES, "accumulated_recompile_limit": MOST_TRACES}
 # Fused norms with column sums spill registers: 8 % of a step (PR 1420, pytorch#179423).
 INDUCTOR = {"triton.mix_order_reduction": False}
 
@@ -47,7 +48,7 @@ def compile_loss() -> LossOf:
         # The number of pieces alone differs from batch to batch: one graph for all of them.
         torch._dynamo.mark_dynamic(batch.segments.cu, 0)
         sharing.begin()
-        with torch._dynamo.config.patch(recompile_limit=MOST_TRACES):
+        with torch._dynamo.config.patch(LIMITS):
             stream = embed(model, batch.inputs, PackedPast(batch.segments))
             for visit in model.plan:
                 # Another object: one that is kept elsewhere too would make this visit special.
@@ -91,7 +92,7 @@ class Sharing:
         graph, rows = take_rows_out(graph)
         examples = [node.meta["example_value"] for node in _inputs(graph)]
         assert len(examples) == len(inputs) + len(rows)
-        key = (_text(graph), *(_describe(example) for example in examples))
+        key = (_mode(), _text(graph), *(_describe(example) for example in examples))
         if key not in self._known:
             self._known[key] = self._compiler(graph, examples)
             self.num_graphs += 1
@@ -136,12 +137,21 @@ def _inputs(graph: fx.GraphModule) -> list[fx.Node]:
     return [node for node in graph.graph.nodes if node.op == "placeholder"]
 
 
+def _mode() -> object:
+    """What else a compiler bakes into a graph."""
+    return torch.is_grad_enabled(), *(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
+
+
 def _text(graph: fx.GraphModule) -> str:
     """A graph without the names of its nodes."""
     places = {node: f"%{place}" for place, node in enumerate(graph.graph.nodes)}
     lines = []
     for node in graph.graph.nodes:
         target = "" if node.op == "placeholder" else node.target
+        if node.op == "get_attr":
+            # The body of a higher-order operator; anything else is like nothing but itself.
+            held = getattr(graph, node.target)
+            target = _text(held) if isinstance(held, fx.GraphModule) else id(held)
         lines.append((node.op, target, fx.map_arg((node.args, node.kwargs), places.__getitem__)))
     return repr(lines)
 

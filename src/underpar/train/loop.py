@@ -21,7 +21,7 @@ from underpar.data.loader import Loader
 from underpar.model.gpt import GPT
 from underpar.recipe import TrainPart
 from underpar.run import RunFolder, write_atomic, write_json
-from underpar.runtime import Clock, Runtime
+from underpar.runtime import Clock, Runtime, process_age_seconds
 from underpar.seams import Averager, Penalty
 from underpar.train import schedule
 from underpar.train.checkpoint import Position, read_checkpoint, save_checkpoint, save_tensors
@@ -68,6 +68,8 @@ class Trainer:
         # Step and loss: read where the device is waited for anyway.
         self._last = (0, torch.zeros(()))
         self._logged_seconds = 0.0
+        # From the command to the first step, compilation and all.
+        self._start_seconds = 0.0
         self._loss_of = compile_loss() if self.runtime.compiled else mean_loss
         for averager in self.averagers:
             averager.start(self._weights())
@@ -80,6 +82,7 @@ class Trainer:
                 warm_up(self.model, self.loader, self.part, self.runtime, self._loss_of)
         step_tokens = self.loader.step_tokens
         before, started = self.position.seconds, self._spent_seconds()
+        self._start_seconds = process_age_seconds()
         saved = time.perf_counter()
         self.meter.start(self.position.step * step_tokens, before)
         stop = False
@@ -152,6 +155,7 @@ class Trainer:
         line = {key: float(v) if isinstance(v, torch.Tensor) else v for key, v in record.items()}
         line |= {"tokens": tokens, "seconds": self.position.seconds, "flops": self.position.flops}
         line["epochs"] = self.loader.num_epochs(record["step"])
+        line["start_seconds"] = self._start_seconds
         self.forecast.add(line["progress"], line["loss"])
         final_bpb = self.forecast.final_bpb()
         line |= {} if final_bpb is None else {"forecast_bpb": final_bpb}

@@ -1,0 +1,322 @@
+"""Bells cut into integers: frequency tables for weight codes, and the width of each row and column.
+
+A symbol n is the integer part of a bell of standard deviation 2^(k / 8), k + 36 its bucket. Bells
+are generalised Gaussians, exp(-|x|^exponent). The bucket of row r and column j of a matrix is
+rows[r] + columns[j], clipped to 0..95; the exponent is common to a matrix.
+
+Frequencies come from integer constants by integer arithmetic: they are the same on every machine.
+The fit weighs exact code lengths against those of the scales themselves (minimum description
+length), so that widths which differ by chance only cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+
+from underpar.artifact import rans
+from underpar.errors import ArtifactError
+
+NUM_BUCKETS = 96
+_UNIT_BUCKET = 36
+# Columns are stored without a sign.
+COLUMN_BIAS = NUM_BUCKETS // 2
+
+# An integer beyond its table is an escape and 16 plain bits.
+ESCAPE_BITS = 16
+# What decoding gives for escapes, by residue of n; every integer that is coded lies above.
+ESCAPE = -(1 << 15)
+MAX_CODE = (1 << 15) - 4
+# Less than a sixteenth of a frequency unit, and an integer is better an escape.
+_LEAST_MASS = 1 << 12
+
+# 2^30 / 2^(i / 8)
+_INVERSE_OCTAVE = (
+    1073741824, 984625594, 902905651, 827968132, 759250125, 696235434, 638450708, 585461881,
+)  # fmt: skip
+EXPONENTS = (2.0, 1.8, 1.5, 1.2)
+# 2^30 P(x > i / 8) for bells of variance 1 with these exponents, up to the last above 0 or x = 8.
+_TAILS = (
+    (
+        536870912, 483464900, 430885802, 379922320, 331289660, 285599787, 243339267, 204855931,
+        170354782, 139902672, 113440581, 90801753, 71733686, 55921848, 43013192, 32637845, 24427768,
+        18031675, 13125928, 9421521, 6667577, 4651931, 3199496, 2169106, 1449442, 954584, 619576,
+        396295, 249784, 155135, 94937, 57244, 34007, 19904, 11477, 6519, 3648, 2011, 1092, 584, 308,
+        160, 82, 41, 20, 10, 5, 2, 1,
+    ),
+    (
+        536870912, 480484603, 425492354, 372873076, 323374327, 277544512, 235746957, 198175052,
+        164871283, 135749774, 110620994, 89217087, 71216327, 56265527, 43999505, 34057127, 26093725,
+        19789996, 14857687, 11042496, 8124731, 5918230, 4268068, 3047497, 2154485, 1508162, 1045376,
+        717519, 487692, 328266, 218821, 144462, 94456, 61170, 39236, 24929, 15689, 9780, 6040, 3695,
+        2240, 1345, 800, 471, 275, 159, 91, 52, 29, 16, 9, 5, 3, 1, 1,
+    ),
+    (
+        536870912, 473877576, 414039106, 358478021, 307756771, 262107833, 221534570, 185877633,
+        154864895, 128150716, 105347029, 86047625, 69846665, 56352265, 45195943, 36038678, 28574231,
+        22530353, 17668413, 13781889, 10694109, 8255546, 6340903, 4846153, 3685691, 2789651,
+        2101463, 1575670, 1176006, 873741, 646266, 475907, 348930, 254733, 185177, 134049, 96636,
+        69379, 49609, 35330, 25062, 17708, 12464, 8739, 6104, 4247, 2944, 2034, 1400, 960, 656, 446,
+        303, 205, 138, 93, 62, 41, 27, 18, 12, 8, 5, 3, 2,
+    ),
+    (
+        536870912, 462558764, 395792509, 336861375, 285407442, 240846866, 202510977, 169715217,
+        141796405, 118133054, 98155693, 81351035, 67262288, 55487086, 45674016, 37518389, 30757687,
+        25166984, 20554519, 16757540, 13638480, 11081500, 8989391, 7280849, 5888074, 4754690,
+        3833947, 3087172, 2482458, 1993533, 1598819, 1280626, 1024482, 818573, 653271, 520740,
+        414622, 329758, 261976, 207901, 164813, 130519, 103255, 81604, 64429, 50819, 40046, 31527,
+        24797, 19486, 15299, 12000, 9405, 7365, 5762, 4504, 3518, 2746, 2141, 1668, 1299, 1010, 786,
+        610, 474,
+    ),
+)  # fmt: skip
+
+# Fields of a packed slot; the rank is the lowest.
+VALUE_SHIFT, FREQ_SHIFT, FIELD_MASK = 32, 16, (1 << 16) - 1
+
+# Lengths are whole multiples of 2^-16 bit: their sums are exact, whatever the order.
+_UNITS_PER_BIT = 1 << 16
+# Bounds the memory of a fit.
+_MAX_COUNTS = 1 << 20
+
+
+def _mass_above(exponent: int, bucket: int, half_edge: int) -> int:
+    """2^30 P(x > half_edge / 2), half_edge >= 0, by cubic interpolation of the constants."""
+    octave, step = divmod(bucket - _UNIT_BUCKET, 8)
+    one = 1 << 16
+    # Cells are an eighth of the standard deviation wide.
+    cell, part = divmod(half_edge * _INVERSE_OCTAVE[step] >> 12 + octave, one)
+    tail = _TAILS[exponent]
+    # Nodes at -1, 0, 1 and 2 cells; the bell is even.
+    y = ((1 << 30) - tail[1], *tail, 0, 0, 0, 0)[min(cell, len(tail) + 1) :][:4]
+    first, second = y[1] - y[0], y[2] - 2 * y[1] + y[0]
+    third = y[3] - 3 * y[2] + 3 * y[1] - y[0]
+    slope = 6 * first * one * one + 3 * second * part * one + third * part * (part - one)
+    # The cubic swings a little below 0 where the constants end.
+    return max(y[0] + slope * (part + one) // (6 * one**3), 0)
+
+
+def _mass_of(exponent: int, bucket: int, n: int, stride: int) -> int:
+    """2^30 P(|x - n| < stride / 2), n >= 0, at least 1."""
+    above = _mass_above(exponent, bucket, 2 * n + stride)
+    from_edge = _mass_above(exponent, bucket, 2 * n - stride) if n else (1 << 30) - above
+    return max(from_edge - above, 1)
+
+
+class Table(NamedTuple):
+    """Integers -limit, ..., limit, then escapes: what each decodes to and its frequency."""
+
+    values: np.ndarray
+    freqs: np.ndarray
+    limit: int
+
+
+@cache
+def build_table(exponent: int, bucket: int, stride: int, parity: int) -> Table:
+    """The table of integers n = parity (mod stride): all of them, or a trellis state's half.
+
+    A trellis has an escape for each branch bit, floor(n / 2) mod 2, because its state needs it.
+    """
+    masses: list[int] = []
+    limit = parity - stride
+    while limit < stride or masses[-1] >= _LEAST_MASS:
+        limit += stride
+        masses.append(_mass_of(exponent, bucket, limit, stride))
+    mass_beyond = 2 * _mass_above(exponent, bucket, 2 * limit + stride)
+    mirrored = masses[::-1] if parity else masses[:0:-1]
+    counts = np.array(mirrored + masses + [mass_beyond // stride + 1] * stride)
+    escapes = [ESCAPE + residue for residue in range(parity, 2 * stride, 2)]
+    values = np.array([*range(-limit, limit + 1, stride), *escapes], dtype=np.int16)
+    return Table(values, rans.quantize_counts(counts), limit)
+
+
+@dataclass(frozen=True)
+class Scales:
+    """The model of a matrix: exponent (an index), rows (R,) in 0..95, columns (C,) in -48..47."""
+
+    exponent: int
+    rows: np.ndarray
+    columns: np.ndarray
+
+    def buckets(self) -> np.ndarray:
+        """The bucket (R, C) of every symbol."""
+        return _clip_buckets(self.rows[:, None] + self.columns)
+
+    def kinds(self) -> list[tuple[int, int]]:
+        """Exponent and bucket of all that may occur."""
+        sums = np.unique(self.rows)[:, None] + np.unique(self.columns)
+        return [(self.exponent, bucket) for bucket in np.unique(_clip_buckets(sums)).tolist()]
+
+
+def _clip_buckets(sums: np.ndarray) -> np.ndarray:
+    return np.clip(sums, 0, NUM_BUCKETS - 1)
+
+
+class Book:
+    """The tables that some matrices need, end to end; a trellis has pairs of even and odd ones."""
+
+    def __init__(self, scales: Sequence[Scales], stride: int) -> None:
+        kinds = sorted({kind for s in scales for kind in s.kinds()})
+        tables = [build_table(e, b, stride, parity) for e, b in kinds for parity in range(stride)]
+        self._stride = stride
+        self._number_of = np.zeros((len(EXPONENTS), NUM_BUCKETS), dtype=np.int16)
+        for k, kind in enumerate(kinds):
+            self._number_of[kind] = k * stride
+        self.values = np.concatenate([t.values for t in tables])
+        self.freqs = np.concatenate([t.freqs for t in tables])
+        # Every table has the same total, a power of two.
+        totals = np.cumsum(self.freqs, dtype=np.uint32) - self.freqs
+        self.starts = totals & ((1 << rans.PROB_BITS) - 1)
+        self._limits = np.array([t.limit for t in tables], dtype=np.int32)
+        self._ends = np.cumsum([t.values.size for t in tables], dtype=np.int32)
+
+    def find_tables(self, scales: Scales) -> np.ndarray:
+        """The number (R, C) of every symbol's table, of a pair the even one's."""
+        return self._number_of[scales.exponent][scales.buckets()]
+
+    def find_symbols(self, codes: np.ndarray, tables: np.ndarray) -> np.ndarray:
+        """Where codes under the tables with these numbers lie in `values`, `freqs`, `starts`."""
+        # Strides are 1 and 2: masks and shifts do for remainders and quotients.
+        stride, halving = self._stride, self._stride - 1
+        codes = codes.astype(np.int32)
+        tables = tables + (codes & halving)
+        limits, escapes = self._limits[tables], self._ends[tables] - stride
+        inside = escapes - 1 + (codes - limits >> halving)
+        outside = escapes + ((codes & 2 * stride - 1) >> 1)
+        return np.where(abs(codes) > limits, outside, inside)
+
+    def pack_slots(self) -> np.ndarray:
+        """What decoding looks up, int64 for every slot of every table: value, frequency, rank."""
+        freqs = self.freqs.astype(np.int64)
+        ranks = np.arange(freqs.sum()) - np.repeat(np.cumsum(freqs) - freqs, freqs)
+        entries = self.values.astype(np.int64) << VALUE_SHIFT | freqs << FREQ_SHIFT
+        return np.repeat(entries, freqs) | ranks
+
+    def fill_escapes(self, codes: np.ndarray, escapes: np.ndarray, tables: np.ndarray) -> None:
+        """Puts escapes, in C order, in the place of their marks; only true ones are taken."""
+        marked = codes < -MAX_CODE
+        if np.count_nonzero(marked) != escapes.size:
+            raise ArtifactError(
+                f"weight stream stores {escapes.size} escapes: "
+                f"expected {np.count_nonzero(marked)} as its codes have"
+            )
+        marks = self.values[self.find_symbols(escapes, tables[marked])]
+        # A mark itself would pass as an escape of every table.
+        if np.any(marks != codes[marked]) or np.any(abs(escapes.astype(np.int32)) > MAX_CODE):
+            raise ArtifactError(
+                "weight stream is damaged: an escape that its table does not ask for"
+            )
+        codes[marked] = escapes
+
+
+class Spread(NamedTuple):
+    """The model of a line of indices in 0..95: a Gaussian about `center` of this bucket."""
+
+    center: int
+    bucket: int
+
+    def freqs(self) -> np.ndarray:
+        """Frequencies (96,) of the indices."""
+        return _build_spread(*self)
+
+
+@cache
+def _build_spread(center: int, bucket: int) -> np.ndarray:
+    away = [abs(index - center) for index in range(NUM_BUCKETS)]
+    return rans.quantize_counts(np.array([_mass_of(0, bucket, n, 1) for n in away]))
+
+
+def fit_spread(indices: np.ndarray) -> Spread:
+    """The spread under which the indices (N,) are about shortest."""
+    costs = _price_tables(1)[0]
+    mean = int(indices.sum()) // indices.size
+    found = []
+    for center in (mean, min(mean + 1, NUM_BUCKETS - 1)):
+        counts = np.bincount(abs(indices - center))
+        units = costs[:, : counts.size] @ counts
+        found.append((units.min(), center, int(units.argmin())))
+    return Spread(*min(found)[1:])
+
+
+def fit(codes: np.ndarray, stride: int) -> tuple[Scales, float]:
+    """Scales for codes (R, C), and the length in bits of both together, which is about least."""
+    prices = _price_tables(stride)
+    magnitudes = np.minimum(abs(codes.astype(np.int64)), prices.shape[2] - 1)
+    flat = np.zeros(codes.shape[1], dtype=np.int64)
+    rows, _ = _choose_indices(_price_lines(magnitudes, flat, prices[0]))
+    draft, _ = _alternate(magnitudes, rows, prices, 0)
+    keys = draft.buckets() * prices.shape[2] + magnitudes
+    counts = np.bincount(keys.reshape(-1), minlength=prices[0].size)
+    exponent = int((prices.reshape(len(EXPONENTS), -1) @ counts).argmin())
+    fitted, units = _alternate(magnitudes, draft.rows, prices, exponent)
+    rows, units_flat = _choose_indices(_price_lines(magnitudes, flat, prices[exponent]))
+    if units_flat <= units:
+        fitted, units = Scales(exponent, rows, flat), units_flat
+    return fitted, units / _UNITS_PER_BIT
+
+
+def _alternate(
+    magnitudes: np.ndarray, rows: np.ndarray, prices: np.ndarray, exponent: int
+) -> tuple[Scales, float]:
+    """Columns fitted to the rows, then rows to the columns; and the length of all in units."""
+    shifts = rows - COLUMN_BIAS
+    columns, _ = _choose_indices(_price_lines(magnitudes.T, shifts, prices[exponent]))
+    column_units = _price_indices(columns)[columns].sum()
+    columns -= COLUMN_BIAS
+    rows, units = _choose_indices(_price_lines(magnitudes, columns, prices[exponent]))
+    return Scales(exponent, rows, columns), units + float(column_units)
+
+
+def _price_lines(lines: np.ndarray, shifts: np.ndarray, prices: np.ndarray) -> np.ndarray:
+    """Units (N, 96) of each line of magnitudes (N, M) at each index, with shifts (M,) added."""
+    num_lines, width = len(lines), int(lines.max()) + 1
+    values, group = np.unique(shifts, return_inverse=True)
+    buckets = _clip_buckets(np.arange(NUM_BUCKETS)[:, None] + values)
+    priced = prices[buckets, :width].reshape(NUM_BUCKETS, -1).T  # (groups * width, 96)
+    units = np.empty((num_lines, NUM_BUCKETS))
+    step = max(_MAX_COUNTS // len(priced), 1)
+    for begin in range(0, num_lines, step):
+        part = lines[begin : begin + step]
+        keys = part + group * width
+        keys += np.arange(len(part))[:, None] * len(priced)
+        counts = np.bincount(keys.ravel(order="K"), minlength=len(part) * len(priced))
+        units[begin : begin + step] = counts.reshape(len(part), -1) @ priced
+    return units
+
+
+def _choose_indices(units: np.ndarray) -> tuple[np.ndarray, float]:
+    """The index (N,) for each line of units (N, 96) and the total, indices included."""
+    indices = units.argmin(axis=1)
+    for _ in range(3):
+        priced = units + _price_indices(indices)
+        indices = priced.argmin(axis=1)
+    return indices, float(priced.min(axis=1).sum())
+
+
+def _price_indices(indices: np.ndarray) -> np.ndarray:
+    """Units (96,) of each index under the spread of these."""
+    return _to_units(fit_spread(indices).freqs())
+
+
+@cache
+def _price_tables(stride: int) -> np.ndarray:
+    """Units (exponents, 96, M) of each magnitude; the last magnitude is an escape everywhere."""
+    kinds = [*product(range(len(EXPONENTS)), range(NUM_BUCKETS), range(stride))]
+    tables = [build_table(exponent, bucket, stride, z) for exponent, bucket, z in kinds]
+    prices = np.empty((len(EXPONENTS), NUM_BUCKETS, max(t.limit for t in tables) + 2))
+    for (exponent, bucket, parity), table in zip(kinds, tables, strict=True):
+        units = _to_units(table.freqs)
+        price = prices[exponent, bucket, parity::stride]
+        price[:] = units[-1] + ESCAPE_BITS * _UNITS_PER_BIT
+        # The middle of the integers is 0 or, of an odd table, the first above it.
+        positive = units[(units.size - stride) // 2 : units.size - stride]
+        price[: positive.size] = positive
+    return prices
+
+
+def _to_units(freqs: np.ndarray) -> np.ndarray:
+    return np.rint(_UNITS_PER_BIT * (rans.PROB_BITS - np.log2(freqs)))

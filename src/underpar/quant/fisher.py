@@ -1,0 +1,174 @@
+"""How much the loss minds an error at each output of a matrix: the true Fisher information.
+
+An error e of a matrix moves its output by e x_s at each of its S inputs (visits times tokens). With
+G_s the gradient of the summed loss at output s, and labels drawn from the model itself, the Fisher
+information gives the increase, in nats over all T tokens,
+
+    1/2 mean of (sum_s G_s' e x_s)^2  ~  1/2 sum_rj e_rj^2 (mean_s G_sr^2) (sum_s x_sj^2)
+
+once gradients are taken to be independent of inputs, and one input's of another's (K-FAC,
+arXiv:1503.05671; shared weights: arXiv:2311.00636), and errors of different weights of each other.
+In nats a token this is 1/2 sum_rj g_r d_j e_rj^2 with g_r = mean_s G_sr^2 and d_j = H_jj / T; where
+the solver feeds errors back, the variance of column j given later ones takes the place of H_jj.
+
+The tied embedding has two roles. As the head its outputs are logits y, and the mean over labels is
+known: g_r = mean of (dz_r/dy_r)^2 p_r (1 - p_r), with z the capped logits. As the table, row r is
+read wherever the token is r, its error moves what the first block reads by e_r there, and the
+increase is 1/2 sum_rj a_r e_rj^2 with a_r = 1/T times the sum, over these places, of the squared
+gradient at the looked-up row, a mean over its channels. Both are counted in nats a token, so they
+add up: (g_r + a_r / mean(d)) d_j has the same sum over a row as g_r d_j + a_r.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from underpar.errors import ArtifactError
+from underpar.kernels.capped import soft_cap
+from underpar.model.gpt import GPT
+from underpar.quant.calibration import (
+    HEAD,
+    SEED,
+    Text,
+    as_scored,
+    hidden_of,
+    read,
+    sites_of,
+    watching,
+)
+from underpar.runtime import Runtime
+from underpar.train.dist import sum_over_ranks
+from underpar.train.step import precision
+
+# Of a tensor's mean sensitivity: what a row has at least, however seldom it mattered here.
+FLOOR = 1e-3
+# Rows of logits made at a time: those of a whole batch take gigabytes.
+ROWS = 8192
+
+
+@dataclass(frozen=True, eq=False)
+class Fisher:
+    """Mean squared gradients by weight name, all in fp32 and from sums of token losses in nats."""
+
+    outputs: Mapping[str, Tensor]
+    """(R,) at each output, a mean over inputs; of the embedding, in its role as the head."""
+    lookup: Tensor
+    """(V,) at a token's row: mean over channels, summed over its places, divided by all tokens."""
+    num_tokens: int
+
+    def rows(self, name: str, mean_variance: float) -> Tensor:
+        """g (R,) of a matrix with 1/2 sum g_r d_j e_rj^2 nats a token, `mean_variance` that of d.
+
+        No row is below a thousandth of the mean.
+        """
+        rows = self.outputs[name]
+        if name == HEAD:
+            rows = rows + self.lookup / mean_variance
+        return rows.clamp_min(FLOOR * float(rows.mean()))
+
+
+def measure(model: GPT, text: Text, runtime: Runtime, seed: int = SEED) -> Fisher:
+    """One backward pass for each batch of `text`, all ranks together; the model stays as it was."""
+    names = [name for shared in sites_of(model).values() for name in shared if name != HEAD]
+    outputs = {name: _Squares(model.get_parameter(name)) for name in names}
+    table = _Table(model.embedding.weight)
+    head = torch.zeros_like(table.squares)
+    num_tokens = torch.zeros((), dtype=torch.int64, device=runtime.device)
+    watches = {name.removesuffix(".weight"): outputs[name].watch for name in names}
+    with as_scored(model), frozen(model):
+        for index, batch in enumerate(read(text, model, runtime)):
+            source = torch.Generator(runtime.device)
+            source.manual_seed(seed + index * runtime.world + runtime.rank)
+            with torch.enable_grad(), watching(model, {**watches, "embedding": table.watch}):
+                hidden = hidden_of(model, batch, runtime)
+                hidden.backward(_score(model, hidden, head, source, runtime))
+            num_tokens += len(batch.inputs)
+    sum_over_ranks([*(own.squares for own in outputs.values()), head, table.squares], runtime)
+    sum_over_ranks([*(own.num_inputs for own in outputs.values()), num_tokens], runtime)
+    means = {name: own.squares / own.num_inputs for name, own in outputs.items()}
+    means[HEAD] = head / num_tokens
+    for name, mean in means.items():
+        if not mean.isfinite().all():
+            raise ArtifactError(f"gradients at {name} are NaN or infinite; the run diverged")
+    return Fisher(means, table.squares / num_tokens, int(num_tokens))
+
+
+class _Squares:
+    """A running sum of squared gradients at each output of a weight (R, C)."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.squares = weight.new_zeros(len(weight), dtype=torch.float32)
+        self.num_inputs = torch.zeros((), dtype=torch.int64, device=weight.device)
+
+    def watch(self, module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
+        """A forward hook, called again for each visit of a loop."""
+        # Counted here: an output that nothing reads gets no gradient.
+        self.num_inputs += len(output)
+        output.register_hook(self._add)
+
+    def _add(self, gradient: Tensor) -> None:
+        self.squares += gradient.float().square().sum(0)
+
+
+class _Table:
+    """A running sum of squared gradients at the looked-up rows of an embedding (V, dim)."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.squares = weight.new_zeros(len(weight), dtype=torch.float32)
+
+    def watch(self, module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+        """A forward hook: gradients end here, at what was looked up."""
+        rows = output.detach().requires_grad_()
+        rows.register_hook(lambda gradient: self._add(inputs[0], gradient))
+        return rows
+
+    def _add(self, tokens: Tensor, gradient: Tensor) -> None:
+        self.squares.index_add_(0, tokens, gradient.float().square().mean(-1))
+
+
+def _score(
+    model: GPT, hidden: Tensor, head: Tensor, source: torch.Generator, runtime: Runtime
+) -> Tensor:
+    """Gradient (N, dim) at `hidden` of the summed loss of sampled labels; adds to `head` (V,)."""
+    gradients = []
+    for rows in hidden.detach().split(ROWS):
+        rows = rows.detach().requires_grad_()
+        with precision(runtime):
+            raw = F.linear(rows, model.embedding.weight)
+        capped = _cap_of(model)(raw)
+        # Before anything is drawn: a GPU does not survive drawing from NaN.
+        if not capped.isfinite().all():
+            raise ArtifactError("logits are NaN or infinite; the run diverged, nothing to pack")
+        (slope,) = torch.autograd.grad(capped.sum(), raw, retain_graph=True)
+        log_probs = capped.float().log_softmax(-1)
+        probs = log_probs.detach().exp()
+        head += (probs * (1.0 - probs) * slope.float().square()).sum(0)
+        labels = torch.multinomial(probs, 1, generator=source)[:, 0]
+        loss = F.nll_loss(log_probs, labels, reduction="sum")
+        gradients += torch.autograd.grad(loss, rows)
+    return torch.cat(gradients)
+
+
+def _cap_of(model: GPT) -> Callable[[Tensor], Tensor]:
+    """Raw logits (N, V) to capped ones: what `GPT.head` does after its product."""
+    own: Callable[[Tensor], Tensor] | None = model.hooks.cap
+    return own if own is not None else lambda logits: soft_cap(logits, model.spec.softcap)
+
+
+@contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """Inside, no parameter asks for a gradient; behind it, those that did do again."""
+    asking = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        for parameter in asking:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in asking:
+            parameter.requires_grad_(True)

@@ -1,0 +1,382 @@
+"""The coder of weight matrices: exact, as short as its tables allow, safe on damaged streams."""
+
+import lzma
+import struct
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from underpar.artifact import bells, gaussian, rans
+from underpar.errors import ArtifactError
+from underpar.quant.trellis import next_state
+
+TOTAL = 1 << rans.PROB_BITS
+HEAD_BYTES = 13
+SHAPES = [(1, 1), (1, 70), (70, 1), (3, 5), (40, 33), (2, 3000)]
+
+
+def draw_codes(seed: int, shape: tuple[int, int], width: float, num_far: int = 0) -> np.ndarray:
+    """Bells of uneven rows and columns, with a few integers anywhere."""
+    rng = np.random.default_rng(seed)
+    spread = rng.normal(size=(shape[0], 1)) + rng.normal(size=shape[1])
+    codes = np.rint(rng.normal(size=shape) * width * np.exp(0.3 * spread))
+    codes = codes.clip(-bells.MAX_CODE, bells.MAX_CODE).astype(np.int32)
+    places = rng.integers(codes.size, size=num_far)
+    codes.flat[places] = rng.integers(-bells.MAX_CODE, bells.MAX_CODE + 1, size=num_far)
+    return codes
+
+
+def walk_trellis(codes: np.ndarray, transitions: np.ndarray | None) -> np.ndarray:
+    """The codes moved, by 1 at most, onto paths of the trellis."""
+    if transitions is None:
+        return codes
+    path, state = np.empty_like(codes), np.zeros(len(codes), dtype=np.int64)
+    for column, code in enumerate(codes.T):
+        path[:, column] = code - (code + state & 1) * np.where(code > 0, 1, -1)
+        state = transitions[state, path[:, column] >> 1 & 1]
+    return path
+
+
+def draw_gaussian(shape: tuple[int, int], step: float, columns: np.ndarray | float) -> np.ndarray:
+    weights = np.random.default_rng(1).standard_normal(shape) * columns
+    return np.rint(weights / step).astype(np.int16)
+
+
+def spread_columns(num_columns: int, spread: float) -> np.ndarray:
+    """Lognormal widths of mean square 1, at the quantiles, in random order."""
+    from scipy.special import ndtri
+
+    quantiles = ndtri((np.arange(num_columns) + 0.5) / num_columns)
+    widths = np.exp(spread * np.random.default_rng(0).permutation(quantiles))
+    return widths / np.sqrt(np.mean(widths**2))
+
+
+def list_freqs(codes: np.ndarray, stride: int) -> tuple[bells.Book, np.ndarray, np.ndarray]:
+    """The coder's tables, the codes' table numbers and their places in the tables."""
+    scales, _ = bells.fit(codes, stride)
+    book = bells.Book([scales], stride)
+    tables = book.find_tables(scales)
+    return book, tables, book.find_symbols(codes, tables)
+
+
+def bits_per_code(codes: np.ndarray) -> float:
+    return 8 * len(gaussian.encode(codes)) / codes.size
+
+
+trellises = st.sampled_from([None, *map(next_state, (1, 4, 8, 16, 64))])
+cases = st.builds(
+    lambda seed, shape, width, far, trellis: (
+        walk_trellis(draw_codes(seed, shape, width, far), gaussian._check_transitions(trellis)),
+        trellis,
+    ),
+    seed=st.integers(0, 2**32 - 1),
+    shape=st.tuples(st.integers(1, 40), st.integers(1, 40)),
+    width=st.sampled_from([0.0, 0.05, 0.4, 2.5, 20.0, 120.0, 3000.0]),
+    far=st.sampled_from([0, 0, 1, 10]),
+    trellis=trellises,
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(cases)
+def test_round_trip(case: tuple[np.ndarray, np.ndarray | None]) -> None:
+    codes, trellis = case
+    data = gaussian.encode(codes, trellis)
+    decoded = gaussian.decode(data, codes.shape, trellis)
+    assert decoded.dtype == np.int16
+    assert np.array_equal(decoded, codes)
+    assert gaussian.encode(codes.astype(np.int64), trellis) == data
+
+
+@pytest.mark.parametrize("num_states", [1, 8])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("value", [0, 2, -6, 300, bells.MAX_CODE])
+def test_constant_matrices(shape: tuple[int, int], value: int, num_states: int) -> None:
+    codes = walk_trellis(np.full(shape, value), next_state(num_states) if num_states > 1 else None)
+    data = gaussian.encode(codes, next_state(num_states))
+    assert np.array_equal(gaussian.decode(data, shape, next_state(num_states)), codes)
+    if value == 0:
+        # An even state always leads to another one if all codes are 0.
+        states_bytes = 4 * gaussian.choose_num_lanes(shape)
+        assert len(data) <= HEAD_BYTES + 6 + codes.size / 8000 + states_bytes + 4
+
+
+def test_zero_rows_and_columns_cost_little() -> None:
+    codes = draw_codes(3, (512, 128), 2.5)
+    bits = gaussian.measure_bits(codes)
+    codes[100:200] = 0
+    codes[:, 30:60] = 0
+    assert gaussian.measure_bits(codes) < 0.65 * bits
+    assert np.array_equal(gaussian.decode(gaussian.encode(codes), codes.shape), codes)
+
+
+@pytest.mark.parametrize("num_states", [1, 4, 64])
+@pytest.mark.parametrize("num_lanes", [1, 2, 7, 100, 300])
+def test_any_lane_count_gives_the_same_codes(num_lanes: int, num_states: int) -> None:
+    transitions = gaussian._check_transitions(next_state(num_states))
+    codes = walk_trellis(draw_codes(4, (100, 90), 3.0), transitions)
+    data = gaussian.encode(codes, transitions, num_lanes=num_lanes)
+    decoded = gaussian.decode(data, codes.shape, transitions, num_lanes=num_lanes)
+    assert np.array_equal(decoded, codes)
+    assert len(data) <= len(gaussian.encode(codes, transitions, num_lanes=1)) + 4 * num_lanes
+
+
+@pytest.mark.parametrize("num_states", [1, 8])
+def test_many_matrices_give_the_streams_of_each(num_states: int) -> None:
+    transitions = gaussian._check_transitions(next_state(num_states))
+    shapes = [(90, 200), (300, 70), (7, 200), (1, 70), (400, 200), (3, 3)]
+    matrices = [
+        walk_trellis(draw_codes(i, shape, 0.5 + 2 * i, i), transitions)
+        for i, shape in enumerate(shapes)
+    ]
+    streams = gaussian.encode_many(matrices, transitions)
+    assert streams == [gaussian.encode(codes, transitions) for codes in matrices]
+    decoded = gaussian.decode_many(streams, shapes, transitions)
+    assert all(np.array_equal(a, b) for a, b in zip(decoded, matrices, strict=True))
+    assert gaussian.encode_many([]) == gaussian.decode_many([], []) == []
+    for damaged in range(len(shapes)):
+        cut = [s[:-2] if i == damaged else s for i, s in enumerate(streams)]
+        with pytest.raises(ArtifactError):
+            gaussian.decode_many(cut, shapes, transitions)
+
+
+def test_stream_layout() -> None:
+    codes = np.array([[0, 1], [400, 0]])
+    scales, _ = bells.fit(codes, 1)
+    data = gaussian.encode(codes)
+    exponent, row_bytes, column_bytes, num_escapes = struct.unpack_from("<BIII", data)
+    assert (exponent, column_bytes) == (scales.exponent, 0)
+    spread = bells.Spread(*data[HEAD_BYTES : HEAD_BYTES + 2])
+    rows = data[HEAD_BYTES + 2 : HEAD_BYTES + row_bytes]
+    assert np.array_equal(rans.decode(rows, spread.freqs(), 2), scales.rows)
+    escapes = data[HEAD_BYTES + row_bytes :][: 2 * num_escapes]
+    assert escapes in (b"", struct.pack("<h", 400))
+    assert len(data) >= HEAD_BYTES + row_bytes + 2 * num_escapes + 4
+
+
+def test_gaussian_cost() -> None:
+    codes = draw_gaussian((2048, 512), 0.4145, 1.0)
+    assert 3.325 <= bits_per_code(codes) <= 3.335
+    assert not bells.fit(codes, 1)[0].columns.any()
+
+
+def test_uneven_columns_cost() -> None:
+    codes = draw_gaussian((2048, 512), 0.371, spread_columns(512, 0.2))
+    assert bits_per_code(codes) <= 3.435
+    assert bells.fit(codes, 1)[0].columns.any()
+
+
+@pytest.mark.parametrize(("width", "num_states"), [(0.3, 1), (2.4, 1), (40.0, 1), (4.4, 8)])
+def test_length_is_that_of_its_tables(width: float, num_states: int) -> None:
+    transitions = gaussian._check_transitions(next_state(num_states))
+    codes = walk_trellis(draw_codes(5, (1024, 512), width), transitions)
+    book, _, places = list_freqs(codes, 1 if transitions is None else 2)
+    data = gaussian.encode(codes, transitions)
+    _, row_bytes, column_bytes, num_escapes = struct.unpack_from("<BIII", data)
+    ideal_bits = np.sum(rans.PROB_BITS - np.log2(book.freqs[places]))
+    code_bytes = len(data) - HEAD_BYTES - row_bytes - column_bytes - 2 * num_escapes
+    lane_bytes = 4 * gaussian.choose_num_lanes(codes.shape)
+    assert code_bytes <= ideal_bits / 8 * 1.001 + lane_bytes * (width < 1)
+    measured_bytes = gaussian.measure_bits(codes, transitions) / 8
+    assert abs(len(data) - lane_bytes - measured_bytes) <= 1e-3 * measured_bytes
+
+
+def test_rival_coders() -> None:
+    constriction = pytest.importorskip("constriction")
+    codes = draw_gaussian((1024, 512), 0.371, spread_columns(512, 0.2))
+    book, tables, places = list_freqs(codes, 1)
+    ideal_bits = np.sum(rans.PROB_BITS - np.log2(book.freqs[places]))
+    coder = constriction.stream.stack.AnsCoder()
+    for number in np.unique(tables):
+        mine = places[tables == number]
+        # A table's places are those between the ends of it and of the one before.
+        first = np.flatnonzero(book.starts == 0)[number]
+        size = np.searchsorted(np.cumsum(book.freqs[first:]), TOTAL) + 1
+        model = constriction.stream.model.Categorical(
+            book.freqs[first : first + size] / TOTAL, perfect=False
+        )
+        coder.encode_reverse((mine - first).astype(np.int32), model)
+    assert abs(coder.num_valid_bits() - ideal_bits) <= 5e-4 * ideal_bits
+
+    data = gaussian.encode(codes)
+    rivals = [codes.astype(np.int8).tobytes(), codes.T.astype(np.int8).tobytes()]
+    assert all(len(data) <= len(lzma.compress(raw, preset=9)) for raw in rivals)
+
+
+def test_never_longer_than_brotli() -> None:
+    brotli = pytest.importorskip("brotli")
+    codes = draw_gaussian((1024, 512), 0.371, spread_columns(512, 0.2))
+    raw = codes.T.astype(np.int8).tobytes()
+    assert len(gaussian.encode(codes)) <= len(brotli.compress(raw, quality=11))
+
+
+@pytest.mark.parametrize("num_states", [4, 64])
+def test_trellis_costs_the_entropy_given_parity(num_states: int) -> None:
+    torch = pytest.importorskip("torch")
+    from underpar.quant.trellis import quantize
+
+    samples = torch.randn((256, 256), generator=torch.Generator().manual_seed(0)) / 0.234
+    codes = quantize(samples, num_states).numpy()
+    entropy_bits = 0.0
+    for parity in range(2):
+        _, counts = np.unique(codes[codes & 1 == parity], return_counts=True)
+        entropy_bits += np.sum(counts * np.log2(counts.sum() / counts))
+    assert gaussian.measure_bits(codes, next_state(num_states)) <= 1.002 * entropy_bits
+
+
+def recode(data: bytes, codes: np.ndarray, transitions: np.ndarray | None) -> bytes:
+    """The stream of the codes with the scales of a given one."""
+    stride = 1 if transitions is None else 2
+    num_lanes = gaussian.choose_num_lanes(codes.shape)
+    parts = gaussian._split(data, codes.shape, num_lanes, stride)
+    book = bells.Book([parts.scales], stride)
+    places = book.find_symbols(codes, book.find_tables(parts.scales))
+    escapes = codes[book.values[places] < -bells.MAX_CODE]
+    assert np.array_equal(escapes, parts.escapes)
+    before = data[: len(data) - len(parts.codes)]
+    return before + gaussian._encode_lanes([places], book, [num_lanes])[0]
+
+
+@settings(deadline=None, max_examples=150)
+@given(cases, st.integers(0, 2**32 - 1))
+def test_damaged_stream_is_refused_or_is_exact(
+    case: tuple[np.ndarray, np.ndarray | None], place: int
+) -> None:
+    codes, trellis = case
+    transitions = gaussian._check_transitions(trellis)
+    data = gaussian.encode(codes, transitions)
+    for wrong in (data[: place % len(data)], data + b"\0", data + b"\0\0"):
+        with pytest.raises(ArtifactError):
+            gaussian.decode(wrong, codes.shape, transitions)
+    damaged = bytearray(data)
+    damaged[place // 8 % len(data)] ^= 1 << place % 8
+    try:
+        decoded = gaussian.decode(bytes(damaged), codes.shape, transitions)
+    except ArtifactError:
+        return
+    assert recode(bytes(damaged), decoded, transitions) == damaged
+
+
+def test_flipped_bits_are_noticed() -> None:
+    codes = draw_codes(6, (32, 32), 2.5).clip(-8, 8)
+    data = gaussian.encode(codes)
+    for bit in np.random.default_rng(7).choice(8 * len(data), size=100, replace=False):
+        damaged = bytearray(data)
+        damaged[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(ArtifactError):
+            gaussian.decode(bytes(damaged), codes.shape)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    kind=st.integers(0, 8),
+    sizes=st.tuples(st.integers(0, 30), st.integers(0, 30), st.integers(0, 3)),
+    tail=st.binary(max_size=120),
+    shape=st.tuples(st.integers(1, 60), st.integers(1, 60)),
+    trellis=trellises,
+)
+def test_foreign_bytes_are_refused_or_are_an_exact_stream(
+    kind: int,
+    sizes: tuple[int, int, int],
+    tail: bytes,
+    shape: tuple[int, int],
+    trellis: np.ndarray | None,
+) -> None:
+    data = struct.pack("<BIII", kind, *sizes) + tail
+    transitions = gaussian._check_transitions(trellis)
+    try:
+        decoded = gaussian.decode(data, shape, transitions)
+    except ArtifactError:
+        return
+    assert recode(data, decoded, transitions) == data
+
+
+def test_other_shape_or_trellis_is_refused() -> None:
+    codes = walk_trellis(draw_codes(8, (64, 64), 5.0), next_state(8))
+    data = gaussian.encode(codes, next_state(8))
+    for shape in [(64, 63), (63, 64), (65, 64), (32, 128), (4096, 1), (1, 4096)]:
+        with pytest.raises(ArtifactError):
+            gaussian.decode(data, shape, next_state(8))
+    for other in (None, next_state(4), next_state(64)):
+        with pytest.raises(ArtifactError):
+            gaussian.decode(data, (64, 64), other)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shape"),
+    [
+        ((6, 0, 0), (1 << 14, 1 << 14)),
+        ((6, 0, 0), (1 << 28, 1)),
+        ((1 << 31, 0, 0), (8, 8)),
+        ((6, 1 << 31, 0), (8, 8)),
+        ((6, 0, 1 << 31), (8, 8)),
+        ((6, 0, 0), (1 << 15, 1 << 14)),
+        ((6, 0, 0), (0, 8)),
+        ((6, 0, 0), (-8, -8)),
+        ((6, 0, 0), (8, 8, 8)),
+    ],
+)
+def test_hostile_sizes_are_refused_before_memory_is_taken(
+    sizes: tuple[int, int, int], shape: tuple[int, int]
+) -> None:
+    data = struct.pack("<BIII", 0, *sizes) + bytes([40, 10, 0, 0, 1, 0]) * 4
+    tracemalloc.start()
+    with pytest.raises(ArtifactError):
+        gaussian.decode(data, shape)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 1 << 20
+
+
+def test_escape_that_its_table_holds_is_refused() -> None:
+    codes = draw_codes(9, (16, 16), 2.0)
+    codes[3, 4] = 1000
+    data = gaussian.encode(codes)
+    at = data.index(struct.pack("<h", 1000))
+    for value in (1, 0, bells.MAX_CODE + 1, -(1 << 15)):
+        with pytest.raises(ArtifactError, match="escape"):
+            gaussian.decode(data[:at] + struct.pack("<h", value) + data[at + 2 :], (16, 16))
+    other = data[:at] + struct.pack("<h", -999) + data[at + 2 :]
+    assert gaussian.decode(other, (16, 16))[3, 4] == -999
+
+
+@pytest.mark.parametrize(
+    ("codes", "message"),
+    [
+        (np.zeros(4, dtype=int), "2-D"),
+        (np.zeros((2, 2)), "2-D"),
+        (np.zeros((0, 4), dtype=int), "shape"),
+        (np.array([[bells.MAX_CODE + 1]]), "beyond"),
+        (np.array([[-bells.MAX_CODE - 1]]), "beyond"),
+        (np.array([[0, 2], [0, 1]]), None),
+    ],
+)
+def test_codes_that_cannot_be_coded_are_refused(codes: np.ndarray, message: str | None) -> None:
+    if message:
+        with pytest.raises(ArtifactError, match=message):
+            gaussian.encode(codes)
+    with pytest.raises(ArtifactError, match=message or "trellis in column 1"):
+        gaussian.encode(codes, next_state(4))
+
+
+@pytest.mark.parametrize(
+    "transitions", [np.zeros((4, 3), dtype=int), np.full((4, 2), 4), np.full((4, 2), 0.5)]
+)
+def test_transitions_that_are_no_machine_are_refused(transitions: np.ndarray) -> None:
+    with pytest.raises(ArtifactError, match="transitions"):
+        gaussian.encode(np.zeros((2, 2), dtype=int), transitions)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_states", [1, 8])
+@pytest.mark.parametrize("width", [0.1, 0.6, 2.4, 30.0, 150.0])
+def test_ten_million_codes(width: float, num_states: int) -> None:
+    transitions = gaussian._check_transitions(next_state(num_states))
+    shape = (5000, 2000)
+    codes = walk_trellis(draw_codes(10, shape, width, 1000), transitions)
+    data = gaussian.encode(codes, transitions)
+    assert np.array_equal(gaussian.decode(data, shape, transitions), codes)
+    assert len(data) <= gaussian.measure_bits(codes, transitions) / 8 * 1.001 + 4 * 700

@@ -1,0 +1,201 @@
+"""Parity: three runs that differ in speed alone, their verdict, stopping, continuing, refusing."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+
+from underpar.build import resolve_levers
+from underpar.errors import BenchError, RunError
+from underpar.lab import parity
+from underpar.lab.ablate import Job
+from underpar.lab.parity import (
+    VARIANTS,
+    Request,
+    judge,
+    main,
+    mean_last_loss,
+    read_request,
+    run_parity,
+)
+from underpar.recipe import Recipe, load_recipe
+from underpar.run import RunFolder
+
+STEPS = 8
+TOKENS = 1024
+SMALL = ("model.num_layers=1", "train.contexts=[32, 64]", "train.validate_every_seconds=0")
+
+
+@pytest.mark.parametrize(
+    ("ours", "rounding", "verdict"),
+    [
+        (0.004, 0.0045, "pass"),
+        (-0.004, 0.0045, "pass"),
+        (0.004, -0.0045, "pass"),
+        # More than rounding does.
+        (0.004, 0.003, "fail"),
+        (-0.004, 0.003, "fail"),
+        # More than anything may do, were rounding as bad.
+        (0.006, 0.007, "fail"),
+        # Next to nothing, both.
+        (0.0009, 0.0002, "pass"),
+        (-0.0009, 0.0, "pass"),
+        (0.0, 0.0, "pass"),
+        # Nothing on one side alone.
+        (0.0011, 0.0002, "fail"),
+        (0.0002, 0.0011, "pass"),
+        (0.0002, 0.02, "pass"),
+        (math.nan, 0.0, "fail"),
+        (0.0, math.nan, "fail"),
+    ],
+)
+def test_the_verdict(ours: float, rounding: float, verdict: str) -> None:
+    found = judge(3.0 + ours, 3.0, 3.0 - rounding)
+    assert found["verdict"] == verdict
+    expected = pytest.approx((ours, rounding), abs=1e-12, nan_ok=True)
+    assert (found["fast_minus_plain_nats"], found["plain_minus_split_nats"]) == expected
+
+
+def test_losses_on_the_edge_pass() -> None:
+    assert judge(0.005, 0.0, 0.005)["verdict"] == "pass"
+    assert judge(0.001, 0.0, 0.0)["verdict"] == "fail"
+
+
+def write_losses(folder: RunFolder, losses: dict[int, float]) -> None:
+    folder.path.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps({"step": step, "loss": loss}) for step, loss in losses.items()]
+    folder.metrics_file.write_text("".join(f"{line}\n" for line in lines))
+
+
+def test_the_last_quarter_is_averaged(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    losses = {step: 1.0 / step for step in range(1, 201)}
+    write_losses(folder, losses)
+    assert mean_last_loss(folder, 200) == pytest.approx(fmean(1 / s for s in range(151, 201)))
+    del losses[170]
+    write_losses(folder, losses)
+    with pytest.raises(RunError, match="steps 151 to 200"):
+        mean_last_loss(folder, 200)
+
+
+def words_of(data: Path, out: Path, *more: str) -> list[str]:
+    sets = [word for override in SMALL for word in ("--set", override)]
+    words = ["baseline+cpu", "--data", str(data), "--out", str(out), "--device", "cpu"]
+    return [*words, "--steps", str(STEPS), "--batch-tokens", str(TOKENS), *sets, *more]
+
+
+def test_a_mistake_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(BenchError, match="3 steps"):
+        read_request([*words_of(tmp_path, tmp_path), "--steps", "3"])
+    assert main([*words_of(tmp_path, tmp_path), "--batch-tokens", "1020"]) == 2
+    assert capsys.readouterr().err == "error: 1020 tokens a step: expected a multiple of 8\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_runs_differ_in_speed_alone(tmp_path: Path) -> None:
+    request = read_request([*words_of(tmp_path, tmp_path), "--set", "train.budget_seconds=9"])
+    recipes: list[Recipe] = []
+    for name, variant in VARIANTS.items():
+        job = parity._make_job(request, name)
+        recipe = resolve_levers(load_recipe("baseline+cpu", job.overrides))
+        assert recipe.hash == job.recipe_hash
+        part = recipe.train
+        assert part.num_micro_batches * part.micro_batch_tokens == TOKENS
+        assert part.num_micro_batches == variant.num_micro_batches
+        recipes.append(recipe)
+    assert [recipe.train.num_micro_batches for recipe in recipes] == [1, 4, 8]
+    part = recipes[0].train
+    assert (part.budget_steps, part.budget_seconds, part.log_every) == (STEPS, 0, 1)
+    assert part.contexts == part.micro_sizes == ()
+    assert len({(r.train.seed, r.train.context, r.model, r.train.warmdown) for r in recipes}) == 1
+
+
+class Device:
+    """Starts runs that have ended at once; those of `done` leave weights."""
+
+    def __init__(self, out: Path, code: int = 1, done: tuple[str, ...] = ()) -> None:
+        self.out, self.code, self.done = out, code, done
+        self.started: list[str] = []
+
+    def __call__(self, job: Job) -> Any:
+        self.started.append(job.name)
+        (self.out / job.name / "train.log").write_text("one line\n")
+        if job.name in self.done:
+            RunFolder(self.out / job.name).weights_file.touch()
+        return self
+
+    def poll(self) -> int:
+        """How it ended."""
+        return self.code
+
+
+@pytest.mark.parametrize(("code", "reason"), [(3, "exit code 3"), (0, "stopped before its end")])
+def test_a_run_that_fails_is_shown_and_the_others_are_kept(
+    code: int, reason: str, tmp_path: Path
+) -> None:
+    request = read_request(words_of(tmp_path, tmp_path))
+    for expected in (["fast", "plain"], ["plain"]):
+        device = Device(tmp_path, code, done=("fast",))
+        with pytest.raises(RunError, match=rf"plain failed, {reason}:\none line"):
+            run_parity(request, device)
+        # Nothing is begun after a failure, and what is finished is not repeated.
+        assert device.started == expected
+
+
+def test_what_belongs_to_another_request_is_refused(tmp_path: Path) -> None:
+    first = Request("baseline+cpu", tmp_path, tmp_path, SMALL, STEPS, TOKENS, "cpu")
+    with pytest.raises(RunError, match="exit code 1"):
+        run_parity(first, Device(tmp_path))
+    changes: list[dict[str, Any]] = [
+        {"num_steps": STEPS + 1},
+        {"overrides": (*SMALL, "train.seed=7")},
+        {"data": tmp_path / "other"},
+        {"device": "cuda"},
+    ]
+    for change in changes:
+        device = Device(tmp_path)
+        with pytest.raises(RunError, match="choose another --out"):
+            run_parity(replace(first, **change), device)
+        assert device.started == []
+
+
+def test_three_runs_are_made_compared_and_not_repeated(
+    tiny_data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Tiny models gain nothing from threads.
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    code = main(words_of(tiny_data, tmp_path))
+    result = json.loads((tmp_path / "parity.json").read_text())
+    assert json.loads(capsys.readouterr().out) == result
+    assert code == {"pass": 0, "fail": 1}[result["verdict"]]
+    losses = {}
+    for name, variant in VARIANTS.items():
+        lines = list(RunFolder(tmp_path / name).metrics())
+        assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+        losses[name] = fmean(line["loss"] for line in lines[-2:])
+        assert result["runs"][name] == {
+            "micro_batches": variant.num_micro_batches,
+            "compiled": False,
+            "attention": "sdpa",
+            "loss_nats": losses[name],
+        }
+    # The same seed and the same tokens; the cuts between micro-batches show, so there were several.
+    assert losses["fast"] == pytest.approx(losses["plain"], abs=0.1)
+    assert len(set(losses.values())) == 3
+    assert result["fast_minus_plain_nats"] == losses["fast"] - losses["plain"]
+    assert result["plain_minus_split_nats"] == losses["plain"] - losses["split"]
+    assert result["data_identity"] and result["steps"] == STEPS
+
+    device = Device(tmp_path)
+    monkeypatch.setattr(parity, "launcher", lambda request: device)
+    (tmp_path / "parity.json").unlink()
+    assert main(words_of(tiny_data, tmp_path)) == code
+    assert json.loads((tmp_path / "parity.json").read_text()) == result
+    assert device.started == []
