@@ -1,12 +1,12 @@
 """Bells cut into integers: frequency tables for weight codes, and the width of each row and column.
 
-A symbol n is the integer part of a bell of standard deviation 2^(k / 8), k + 36 its bucket. Bells
-are generalised Gaussians, exp(-|x|^exponent). The bucket of row r and column j of a matrix is
-rows[r] + columns[j], clipped to 0..95; the exponent is common to a matrix.
+An integer n stands for the part of a bell nearest to it. Bells are generalised Gaussians,
+exp(-|x|^exponent), of standard deviation 2^(k / 8), k + 36 being the bucket. In a matrix, row r and
+column j have bucket rows[r] + columns[j], clipped to 0..95; the exponent is common to all.
 
 Frequencies come from integer constants by integer arithmetic: they are the same on every machine.
-The fit weighs exact code lengths against those of the scales themselves (minimum description
-length), so that widths which differ by chance only cost nothing.
+The fit weighs code lengths under the very tables against those of the scales themselves (a two-part
+code, Rissanen 1978), so that widths which differ by chance cost nothing.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ import numpy as np
 from underpar.artifact import rans
 from underpar.errors import ArtifactError
 
+# An eighth of an octave: with 500 integers a line, finer scales cost more than they save.
 NUM_BUCKETS = 96
 _UNIT_BUCKET = 36
 # Columns are stored without a sign.
 COLUMN_BIAS = NUM_BUCKETS // 2
 
 # An integer beyond its table is an escape and 16 plain bits.
-ESCAPE_BITS = 16
-# What decoding gives for escapes, by residue of n; every integer that is coded lies above.
-ESCAPE = -(1 << 15)
+_ESCAPE_BITS = 16
+# What escapes decode to at first, plus a residue of n; integers that may be coded lie above.
+_ESCAPE = -(1 << 15)
 MAX_CODE = (1 << 15) - 4
 # Less than a sixteenth of a frequency unit, and an integer is better an escape.
 _LEAST_MASS = 1 << 12
@@ -80,8 +81,8 @@ VALUE_SHIFT, FREQ_SHIFT, FIELD_MASK = 32, 16, (1 << 16) - 1
 
 # Lengths are whole multiples of 2^-16 bit: their sums are exact, whatever the order.
 _UNITS_PER_BIT = 1 << 16
-# Bounds the memory of a fit.
-_MAX_COUNTS = 1 << 20
+# Counts in one product: it stays in the cache and below what a BLAS would give to many threads.
+_COUNTS_AT_ONCE = 1 << 11
 
 
 def _mass_above(exponent: int, bucket: int, half_edge: int) -> int:
@@ -129,7 +130,7 @@ def build_table(exponent: int, bucket: int, stride: int, parity: int) -> Table:
     mass_beyond = 2 * _mass_above(exponent, bucket, 2 * limit + stride)
     mirrored = masses[::-1] if parity else masses[:0:-1]
     counts = np.array(mirrored + masses + [mass_beyond // stride + 1] * stride)
-    escapes = [ESCAPE + residue for residue in range(parity, 2 * stride, 2)]
+    escapes = [_ESCAPE + residue for residue in range(parity, 2 * stride, 2)]
     values = np.array([*range(-limit, limit + 1, stride), *escapes], dtype=np.int16)
     return Table(values, rans.quantize_counts(counts), limit)
 
@@ -157,7 +158,10 @@ def _clip_buckets(sums: np.ndarray) -> np.ndarray:
 
 
 class Book:
-    """The tables that some matrices need, end to end; a trellis has pairs of even and odd ones."""
+    """The tables that some matrices need, end to end; a trellis has pairs of even and odd ones.
+
+    `values`, `freqs` and `starts` hold what each symbol decodes to, its frequency and its interval.
+    """
 
     def __init__(self, scales: Sequence[Scales], stride: int) -> None:
         kinds = sorted({kind for s in scales for kind in s.kinds()})
@@ -250,8 +254,8 @@ def fit(codes: np.ndarray, stride: int) -> tuple[Scales, float]:
     rows, _ = _choose_indices(_price_lines(magnitudes, flat, prices[0]))
     draft, _ = _alternate(magnitudes, rows, prices, 0)
     keys = draft.buckets() * prices.shape[2] + magnitudes
-    counts = np.bincount(keys.reshape(-1), minlength=prices[0].size)
-    exponent = int((prices.reshape(len(EXPONENTS), -1) @ counts).argmin())
+    counts = np.bincount(keys.reshape(-1), minlength=prices[0].size).reshape(prices[0].shape)
+    exponent = int((prices * counts).sum(axis=(1, 2)).argmin())
     fitted, units = _alternate(magnitudes, draft.rows, prices, exponent)
     rows, units_flat = _choose_indices(_price_lines(magnitudes, flat, prices[exponent]))
     if units_flat <= units:
@@ -278,13 +282,17 @@ def _price_lines(lines: np.ndarray, shifts: np.ndarray, prices: np.ndarray) -> n
     buckets = _clip_buckets(np.arange(NUM_BUCKETS)[:, None] + values)
     priced = prices[buckets, :width].reshape(NUM_BUCKETS, -1).T  # (groups * width, 96)
     units = np.empty((num_lines, NUM_BUCKETS))
-    step = max(_MAX_COUNTS // len(priced), 1)
+    step = max(_COUNTS_AT_ONCE // len(priced), 8)
+    depth = _COUNTS_AT_ONCE // step
     for begin in range(0, num_lines, step):
         part = lines[begin : begin + step]
         keys = part + group * width
         keys += np.arange(len(part))[:, None] * len(priced)
-        counts = np.bincount(keys.ravel(order="K"), minlength=len(part) * len(priced))
-        units[begin : begin + step] = counts.reshape(len(part), -1) @ priced
+        flat = np.bincount(keys.ravel(order="K"), minlength=len(part) * len(priced))
+        counts = flat.reshape(len(part), -1)
+        units[begin : begin + step] = sum(
+            counts[:, k : k + depth] @ priced[k : k + depth] for k in range(0, len(priced), depth)
+        )
     return units
 
 
@@ -311,7 +319,7 @@ def _price_tables(stride: int) -> np.ndarray:
     for (exponent, bucket, parity), table in zip(kinds, tables, strict=True):
         units = _to_units(table.freqs)
         price = prices[exponent, bucket, parity::stride]
-        price[:] = units[-1] + ESCAPE_BITS * _UNITS_PER_BIT
+        price[:] = units[-1] + _ESCAPE_BITS * _UNITS_PER_BIT
         # The middle of the integers is 0 or, of an odd table, the first above it.
         positive = units[(units.size - stride) // 2 : units.size - stride]
         price[: positive.size] = positive

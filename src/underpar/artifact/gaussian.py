@@ -85,7 +85,7 @@ def encode_many(
     """One stream for each matrix, the same as `encode` gives, in less time."""
     transitions = _check_transitions(transitions)
     matrices = [_check_codes(codes, transitions) for codes in matrices]
-    stride = _get_stride(transitions)
+    stride = 1 if transitions is None else 2
     streams = [b""] * len(matrices)
     for members in _group_by_columns([codes.shape for codes in matrices]):
         scales = [bells.fit(matrices[i], stride)[0] for i in members]
@@ -111,7 +111,7 @@ def decode_many(
 ) -> list[np.ndarray]:
     """The int16 codes (R, C) of each stream, the same as `decode` gives, in less time."""
     transitions = _check_transitions(transitions)
-    stride = _get_stride(transitions)
+    stride = 1 if transitions is None else 2
     lanes = [num_lanes or choose_num_lanes(_check_shape(shape)) for shape in shapes]
     parts = [_split(d, s, n, stride) for d, s, n in zip(streams, shapes, lanes, strict=True)]
     outs: list[np.ndarray] = [np.empty(0)] * len(shapes)
@@ -129,7 +129,8 @@ def decode_many(
 def measure_bits(codes: np.ndarray, transitions: np.ndarray | None = None) -> float:
     """About the length of the codes' stream in bits, without its header and lane states."""
     transitions = _check_transitions(transitions)
-    return bells.fit(_check_codes(codes, transitions), _get_stride(transitions))[1]
+    codes = _check_codes(codes, transitions)
+    return bells.fit(codes, 1 if transitions is None else 2)[1]
 
 
 def _group_by_columns(shapes: Sequence[Shape]) -> list[list[int]]:
@@ -137,10 +138,6 @@ def _group_by_columns(shapes: Sequence[Shape]) -> list[list[int]]:
     for i, (_, num_columns) in enumerate(shapes):
         groups.setdefault(num_columns, []).append(i)
     return [*groups.values()]
-
-
-def _get_stride(transitions: np.ndarray | None) -> int:
-    return 1 if transitions is None else 2
 
 
 def _check_transitions(transitions: np.ndarray | None) -> np.ndarray | None:
@@ -259,6 +256,7 @@ def _encode_lanes(
     symbols: Sequence[np.ndarray], book: Book, num_lanes: Sequence[int]
 ) -> list[bytes]:
     """States and words of each matrix (R, C) of symbols of the book; C is common."""
+    assert len(symbols) < 1 << 16
     states = np.full(sum(num_lanes), _INITIAL_STATE, dtype=np.uint32)
     owner_of = np.repeat(np.arange(len(symbols), dtype=np.uint16), num_lanes)
     words, owners = [np.empty(0, dtype="<u2")], [np.empty(0, dtype=np.uint16)]
