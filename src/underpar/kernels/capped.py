@@ -11,12 +11,16 @@ SAFE_CAP = 36.0
 
 
 def soft_cap(logits: Tensor, cap: float | Tensor, scale: float | Tensor | None = None) -> Tensor:
-    """cap tanh(logits / cap) in fp32, as in Gemma 2 (arXiv:2408.00118); `scale` is 2 / cap.
+    """cap tanh(logits / cap) in fp32 or more, as in Gemma 2 (arXiv:2408.00118); `scale` is 2 / cap.
 
-    Written with a sigmoid, which takes a GPU a third of the instructions of a tanh.
+    Compiled, for training, with a sigmoid: a third of a tanh's instructions on a GPU, and off by no
+    more than 1e-7 of the cap.
     """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     scale = 2.0 / cap if scale is None else scale
-    return cap * (2.0 * torch.sigmoid(logits.float() * scale) - 1.0)
+    if torch.compiler.is_compiling():
+        return cap * (2.0 * torch.sigmoid(logits * scale) - 1.0)
+    return cap * torch.tanh(logits * (scale / 2.0))
 
 
 def capped_cross_entropy(logits: Tensor, targets: Tensor, cap: float) -> Tensor:
