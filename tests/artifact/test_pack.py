@@ -9,17 +9,34 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from underpar.artifact.format import frame, squeeze, unframe, unsqueeze
-from underpar.artifact.pack import MAX_HEADER_BYTES, Artifact, pack, unpack
+from underpar.artifact.pack import MAX_HEADER_BYTES, NUM_SECTIONS, Artifact, pack, unpack
 from underpar.build import build_predictor, weight_shapes
 from underpar.errors import ArtifactError, UnderparError
+from underpar.quant import logsteps, trellis
 from underpar.quant.rules import quantize_model
+from underpar.quant.schemes import QuantizedTensor, Scheme
 from underpar.recipe import Recipe
 
-RULES = ["ints.* int6:12.85", "bytes.* int8", "* fp16"]
+RULES = [
+    "ints.* int6:12.85",
+    "bytes.* int8",
+    "grids.* grid1",
+    "trellises.* grid8+columns",
+    "* fp16",
+]
+
+
+def solve(name: str, weight: np.ndarray, scheme: Scheme) -> QuantizedTensor:
+    """A grid without a calibration: steps of 0.4 deviations."""
+    rows = logsteps.to_index(0.4 * weight.std(axis=1) + 1e-3)
+    columns = np.arange(weight.shape[1], dtype=np.int16) % 5 if scheme.columns else None
+    steps = logsteps.from_indices(rows, np.zeros(weight.shape[1]) if columns is None else columns)
+    codes = trellis.quantize(torch.from_numpy(weight / steps), scheme.states).numpy()
+    return QuantizedTensor(weight.shape, scheme, rows, codes.astype(np.int16), columns)
 
 
 def artifact_of(weights: dict[str, np.ndarray], recipe: Recipe | None = None) -> Artifact:
-    return Artifact(recipe or Recipe(), b"tokenizer", quantize_model(weights, RULES))
+    return Artifact(recipe or Recipe(), b"tokenizer", quantize_model(weights, RULES, solve))
 
 
 @settings(max_examples=40, deadline=None)
@@ -33,7 +50,7 @@ def test_round_trip_for_any_shape(shapes: list[tuple[int, int]], scale: float, s
     weights = {
         f"{kind}.{i}": (scale * rng.standard_normal(shape)).astype(np.float32)
         for i, shape in enumerate(shapes)
-        for kind in ("ints", "bytes", "halves")
+        for kind in ("ints", "bytes", "halves", "grids", "trellises")
     }
     artifact = artifact_of(weights)
     data = pack(artifact)
@@ -69,12 +86,12 @@ def packed(tiny_recipe: Recipe) -> bytes:
 @settings(max_examples=120, deadline=None)
 @given(st.data())
 def test_mutated_files_with_right_checksums_never_crash(packed: bytes, data: st.DataObject) -> None:
-    sections = [bytearray(s) for s in unframe(packed, 4)]
+    sections = [bytearray(s) for s in unframe(packed, NUM_SECTIONS)]
     # The header is mutated after unsqueezing too, where a change survives the compressor.
-    which = data.draw(st.integers(0, 4))
+    which = data.draw(st.integers(0, NUM_SECTIONS))
     target = (
         bytearray(unsqueeze(bytes(sections[0]), MAX_HEADER_BYTES))
-        if which == 4
+        if which == NUM_SECTIONS
         else sections[which]
     )
     for _ in range(data.draw(st.integers(1, 4))):
@@ -82,7 +99,7 @@ def test_mutated_files_with_right_checksums_never_crash(packed: bytes, data: st.
             target[data.draw(st.integers(0, len(target) - 1))] = data.draw(st.integers(0, 255))
     if data.draw(st.booleans()):
         del target[data.draw(st.integers(0, len(target))) :]
-    if which == 4:
+    if which == NUM_SECTIONS:
         sections[0] = bytearray(squeeze(bytes(target)))
     try:
         artifact = unpack(frame([bytes(s) for s in sections]))
@@ -108,7 +125,7 @@ def test_mutated_files_with_right_checksums_never_crash(packed: bytes, data: st.
     ],
 )
 def test_lies_in_the_table_are_refused(packed: bytes, change: dict[str, object], word: str) -> None:
-    sections = unframe(packed, 4)
+    sections = unframe(packed, NUM_SECTIONS)
     header = json.loads(unsqueeze(sections[0], MAX_HEADER_BYTES))
     row = next(r for r in header["tensors"] if "freqs" in r)
     row.update(change)
@@ -121,7 +138,7 @@ def test_lies_in_the_table_are_refused(packed: bytes, change: dict[str, object],
     ("key", "value"), [("num_layers", 10**9), ("context", 10**12), ("dim", 2**40), ("softcap", "x")]
 )
 def test_a_senseless_recipe_is_refused(packed: bytes, key: str, value: object) -> None:
-    sections = unframe(packed, 4)
+    sections = unframe(packed, NUM_SECTIONS)
     header = json.loads(unsqueeze(sections[0], MAX_HEADER_BYTES))
     header["recipe"]["model"][key] = value
     with pytest.raises(ArtifactError, match=key):
@@ -129,7 +146,7 @@ def test_a_senseless_recipe_is_refused(packed: bytes, key: str, value: object) -
 
 
 def test_an_empty_table_is_refused(packed: bytes) -> None:
-    sections = unframe(packed, 4)
+    sections = unframe(packed, NUM_SECTIONS)
     header = json.loads(unsqueeze(sections[0], MAX_HEADER_BYTES)) | {"tensors": []}
     with pytest.raises(ArtifactError, match="no tensors"):
         unpack(frame([squeeze(json.dumps(header).encode()), *sections[1:]]))

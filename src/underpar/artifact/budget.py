@@ -8,7 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from underpar.artifact.pack import MAX_WEIGHTS, Artifact, num_halves_of, pack, read_table
+from underpar.artifact.pack import (
+    MAX_WEIGHTS,
+    Artifact,
+    num_halves_of,
+    num_indices_of,
+    pack,
+    read_table,
+)
 from underpar.errors import ArtifactError, RecipeError
 from underpar.quant.rules import quantize_model
 from underpar.recipe import Recipe
@@ -56,12 +63,14 @@ def class_of(name: str) -> str:
 
 def read_budget(data: bytes, code_bytes: int, cap_bytes: int) -> Budget:
     """Account for every byte of the packed file `data` and of the code."""
-    table, (header, tokenizer, halves, _) = read_table(data)
+    table, (header, tokenizer, halves, indices, _) = read_table(data)
     all_halves = sum(num_halves_of(row) for row in table)
+    all_indices = sum(num_indices_of(row) for row in table)
     tensors = []
     for row in table:
-        # The halves are squeezed together; each tensor bears its share.
+        # Halves and indices are squeezed together; each tensor bears its share.
         share = halves * num_halves_of(row) / max(all_halves, 1)
+        share += indices * num_indices_of(row) / max(all_indices, 1)
         num_weights = math.prod(row["shape"])
         size = row.get("bytes", 0) + share
         tensors.append(

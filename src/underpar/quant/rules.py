@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -25,7 +25,20 @@ def match_rules(names: Sequence[str], rules: Sequence[str]) -> dict[str, Scheme]
     return schemes
 
 
-def quantize_model(weights: Mapping[str, np.ndarray], rules: Sequence[str]) -> QuantizedModel:
-    """Every tensor by its rule, in name order."""
-    schemes = match_rules(sorted(weights), rules)
-    return {name: quantize(weights[name], scheme) for name, scheme in schemes.items()}
+# Name, weight and scheme -> the tensor, rounded with a calibration.
+Solve = Callable[[str, np.ndarray, Scheme], QuantizedTensor]
+
+
+def quantize_model(
+    weights: Mapping[str, np.ndarray], rules: Sequence[str], solve: Solve | None = None
+) -> QuantizedModel:
+    """Every tensor by its rule, in name order; `solve` rounds those that need a calibration."""
+    tensors = {}
+    for name, scheme in match_rules(sorted(weights), rules).items():
+        if not scheme.calibrated:
+            tensors[name] = quantize(weights[name], scheme)
+        elif solve is None:
+            raise RecipeError(f"quant.rules: {scheme} for {name!r} needs a calibration of the run")
+        else:
+            tensors[name] = solve(name, weights[name], scheme)
+    return tensors

@@ -23,6 +23,8 @@ from underpar.errors import RecipeError
 
 # Parity-check polynomials (h0, h1) of Ungerboeck's one-dimensional codes, by number of states.
 PARITY_CHECKS = {4: (0o5, 0o2), 8: (0o13, 0o4), 16: (0o23, 0o4), 64: (0o103, 0o24)}
+# Numbers of states there are; one is no trellis.
+STATES = (1, *PARITY_CHECKS)
 
 
 def next_state(num_states: int) -> np.ndarray:
