@@ -8,7 +8,7 @@ from underpar.errors import ArtifactError, RecipeError
 from underpar.quant import trellis
 from underpar.quant.allocate import Sensitivity
 from underpar.quant.calibration import Calibration
-from underpar.quant.rules import quantize_model
+from underpar.quant.rules import check_rules, quantize_model
 from underpar.quant.schemes import dequantize, parse_scheme, quantize
 from underpar.quant.solve import Solver
 
@@ -69,6 +69,9 @@ def test_feedback_costs_less_on_the_inputs_in_the_form_of_rounding(
 def test_what_cannot_be_solved_is_refused(weight: np.ndarray, solver: Solver) -> None:
     with pytest.raises(RecipeError, match=r"grid8.*needs a calibration"):
         quantize_model({NAME: weight}, ["* grid8"])
+    # Before anything is trained.
+    with pytest.raises(RecipeError, match=r"gptq6:12.*needs a calibration"):
+        check_rules([NAME], ["* gptq6:12"])
     with pytest.raises(RecipeError, match="not calibrated"):
         quantize_model({"other": weight}, ["* grid8"], solver.solve)
     with pytest.raises(ArtifactError, match="NaN"):

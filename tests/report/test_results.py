@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from statistics import fmean, stdev
@@ -167,11 +168,12 @@ def test_mistakes_are_one_line(
         ([str(tmp_path / "out.svg"), run], "give a Markdown file"),
         ([out, str(tmp_path / "nowhere")], "not a run folder"),
     ):
-        with pytest.raises(SystemExit, match=message):
-            main(words)
+        assert main(words) == 2
+        said = capsys.readouterr().err
+        assert re.search(message, said) and said.count("\n") == 1
     with pytest.raises(RunError, match="at least one"):
         write_results(tmp_path / "out.md", [])
     with pytest.raises(RunError, match="given twice"):
         write_results(tmp_path / "out.md", [*seeds, RunFolder(seeds[0].path / "." / ".." / "s7")])
-    main([out, run])
+    assert main([out, run]) == 0
     assert capsys.readouterr().out.split() == [out, str(tmp_path / "out.svg")]

@@ -238,12 +238,10 @@ class SlowValidator(Validator):
     def __init__(self, whole: Validator, now: list[float]) -> None:
         self.whole, self.now = whole, now
 
-    def run(
-        self, model: GPT, average: Mapping[str, torch.Tensor] | None, progress: float = 1.0
-    ) -> Validation:
+    def run(self, model: GPT, average: Mapping[str, torch.Tensor] | None) -> Validation:
         """Wait, and price."""
         self.now[0] += 100.0
-        return self.whole.run(model, average, progress)
+        return self.whole.run(model, average)
 
 
 def test_17_the_training_clock_stands_still_while_the_held_out_text_is_priced(

@@ -64,7 +64,7 @@ def test_live_and_averaged_weights_cost_what_score_says(
     recipe: Recipe, shard: Shard, runtime: Runtime
 ) -> None:
     live, average = (model_of(recipe, seed) for seed in (0, 1))
-    found = validator_of(recipe, shard, runtime).run(live, average.state_dict(), 0.1)
+    found = validator_of(recipe, shard, runtime).run(live, average.state_dict())
     for model, bpb in ((live, found.live_bpb), (average, found.average_bpb)):
         expected, num_bytes, num_targets = scored(model, shard, runtime)
         assert bpb == pytest.approx(expected, rel=1e-6)
@@ -156,9 +156,9 @@ def test_the_model_comes_back_as_it_was(
 
         monkeypatch.setattr(validator, "_price", fail_at_the_second)
         with pytest.raises(RuntimeError, match="no memory"):
-            validator.run(model, average, 0.1)
+            validator.run(model, average)
     else:
-        validator.run(model, average, 0.1)
+        validator.run(model, average)
     about_again, values_again = state_of(model)
     assert about_again == about and torch.is_grad_enabled()
     assert all(torch.equal(a, b) for a, b in zip(values, values_again, strict=True))

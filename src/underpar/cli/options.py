@@ -56,10 +56,9 @@ def show_summary(json: bool, title: str, summary: dict[str, Any]) -> None:
 def load_checked(name: str, overrides: list[str] | None) -> Recipe:
     """The resolved recipe, with the names and settings of its levers checked."""
     from underpar.build import resolve_levers, weight_shapes
-    from underpar.quant.rules import match_rules
+    from underpar.quant.rules import check_rules
     from underpar.recipe import load_recipe
 
     recipe = resolve_levers(load_recipe(name, overrides or ()))
-    # A rule that fits no tensor is better found now than after training.
-    match_rules(list(weight_shapes(recipe)), recipe.quant.rules)
+    check_rules(list(weight_shapes(recipe)), recipe.quant.rules)
     return recipe

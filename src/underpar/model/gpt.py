@@ -7,7 +7,8 @@ has none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -155,6 +156,21 @@ class GPT(nn.Module):
         logits = F.linear(x, self.embedding.weight)
         own: Callable[[Tensor], Tensor] | None = self.hooks.cap
         return own(logits) if own is not None else soft_cap(logits, self.spec.softcap)
+
+
+@contextmanager
+def as_scored(model: GPT) -> Iterator[None]:
+    """Inside, modes and visits are those of scoring; behind it, they are as before."""
+    modes, plan = [(module, module.training) for module in model.modules()], model.plan
+    model.eval()
+    model.set_progress(1.0)
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        # Enough: levers hear of progress again before another plan is made.
+        model.plan = plan
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from underpar.data.folder import DataFolder
 from underpar.data.loader import Batch, Loader, MicroBatch, prefetch, segments_from_starts
 from underpar.errors import ArtifactError, RuleError
-from underpar.model.gpt import GPT
+from underpar.model.gpt import GPT, as_scored
 from underpar.model.past import PackedPast
 from underpar.recipe import require
 from underpar.runtime import Runtime
@@ -236,21 +236,6 @@ def watching(model: GPT, watches: Mapping[str, Watch]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-@contextmanager
-def as_scored(model: GPT) -> Iterator[None]:
-    """Inside, modes and visits are those of scoring; behind it, they are as before."""
-    modes, plan = [(module, module.training) for module in model.modules()], model.plan
-    model.eval()
-    model.set_progress(1.0)
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-        # Enough: levers hear of progress again before another plan is made.
-        model.plan = plan
 
 
 @contextmanager

@@ -31,12 +31,11 @@ from torch import Tensor, nn
 
 from underpar.errors import ArtifactError
 from underpar.kernels.capped import soft_cap
-from underpar.model.gpt import GPT
+from underpar.model.gpt import GPT, as_scored
 from underpar.quant.calibration import (
     HEAD,
     SEED,
     Text,
-    as_scored,
     hidden_of,
     read,
     sites_of,

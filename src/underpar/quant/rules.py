@@ -25,6 +25,20 @@ def match_rules(names: Sequence[str], rules: Sequence[str]) -> dict[str, Scheme]
     return schemes
 
 
+def check_rules(names: Sequence[str], rules: Sequence[str]) -> None:
+    """Refuse rules that packing could not follow: better now than after training."""
+    for name, scheme in match_rules(names, rules).items():
+        if scheme.calibrated:
+            raise _needs_calibration(name, scheme)
+
+
+def _needs_calibration(name: str, scheme: Scheme) -> RecipeError:
+    return RecipeError(
+        f"quant.rules: {scheme} for {name!r} needs a calibration, which no command makes yet; use "
+        "intB:k, as in int6:12.85"
+    )
+
+
 # Name, weight and scheme -> the tensor, rounded with a calibration.
 Solve = Callable[[str, np.ndarray, Scheme], QuantizedTensor]
 
@@ -38,7 +52,7 @@ def quantize_model(
         if not scheme.calibrated:
             tensors[name] = quantize(weights[name], scheme)
         elif solve is None:
-            raise RecipeError(f"quant.rules: {scheme} for {name!r} needs a calibration of the run")
+            raise _needs_calibration(name, scheme)
         else:
             tensors[name] = solve(name, weights[name], scheme)
     return tensors

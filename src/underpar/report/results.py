@@ -269,18 +269,21 @@ def _late(points: Sequence[Point]) -> list[Point]:
     return [(x, y) for x, y in points if x >= FIRST_SHARE * end]
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """`OUT.md RUN [RUN ...]`."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """`OUT.md RUN [RUN ...]`; 0, or 2 for a mistake in the call."""
     arguments = sys.argv[1:] if argv is None else argv
     if len(arguments) < 2:
-        raise SystemExit("usage: python -m underpar.report.results OUT.md RUN [RUN ...]")
+        print("usage: python -m underpar.report.results OUT.md RUN [RUN ...]", file=sys.stderr)
+        return 2
     out = Path(arguments[0])
     try:
         chart = write_results(out, [RunFolder(Path(run)) for run in arguments[1:]])
     except UnderparError as error:
-        raise SystemExit(f"error: {error}") from error
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     print(f"{out}\n{chart}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -99,7 +99,7 @@ class Trainer:
                 seconds = before + self._spent_seconds() - started
                 flops += step_tokens * self._token_flops()
                 self.position = replace(self.position, step=step + 1, seconds=seconds, flops=flops)
-                record |= self._validate_if_due(p)
+                record |= self._validate_if_due()
                 with may_fail(self.runtime):
                     stop = self._log(record, on_step)
                     if time.perf_counter() - saved >= self.part.checkpoint_seconds:
@@ -174,7 +174,7 @@ class Trainer:
         context = self.position.context or planned
         return flops_per_token(self.model.spec, self.model.plan, context)
 
-    def _validate_if_due(self, p: float) -> dict[str, float]:
+    def _validate_if_due(self) -> dict[str, float]:
         """Fields of the metrics line in which a pass over the held-out text is due."""
         every = self.part.validate_every_seconds
         if not every or self.position.step % self.part.log_every:
@@ -184,18 +184,18 @@ class Trainer:
         # Clocks of ranks differ, and a pass takes all of them.
         if not from_main(float(seconds // every > before // every), self.runtime):
             return {}
-        found = self._validate(p)
+        found = self._validate()
         average_bpb = found.average_bpb
         line = {"val_bpb": found.live_bpb}
         return line if average_bpb is None else line | {"average_val_bpb": average_bpb}
 
-    def _validate(self, p: float) -> Validation:
+    def _validate(self) -> Validation:
         """Price the held-out text, outside the training clock."""
         # What the device still has to do of training is training's time.
         self.runtime.synchronize()
         with self.meter.clock.phase("validate"):
             average = self.averagers[-1].average() if self.averagers else None
-            return self.validator.run(self.model, average, p)
+            return self.validator.run(self.model, average)
 
     def _check(self) -> None:
         """End a run whose loss broke, before a checkpoint of it is written."""
@@ -255,7 +255,7 @@ class Trainer:
 
     def _report(self) -> None:
         """Price the held-out text with the final weights, before they are quantized."""
-        found = self._validate(1.0)
+        found = self._validate()
         if self.runtime.is_main:
             step, seconds = self.position.step, self.position.seconds
             about = {"step": step, "seconds": seconds, "tokens": step * self.loader.step_tokens}

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from underpar.data.loader import pack_documents
 from underpar.data.shards import Shard
-from underpar.model.gpt import GPT
+from underpar.model.gpt import GPT, as_scored
 from underpar.model.past import PackedPast
 from underpar.runtime import Runtime
 from underpar.train.dist import sum_over_ranks
@@ -76,15 +76,13 @@ class Validator:
         self._runtime = runtime
 
     @torch.no_grad()
-    def run(
-        self, model: GPT, average: Mapping[str, Tensor] | None, progress: float = 1.0
-    ) -> Validation:
+    def run(self, model: GPT, average: Mapping[str, Tensor] | None) -> Validation:
         """Price with the model's weights, then with `average`; all ranks take part.
 
-        The model comes back as it was, in the order of visits of `progress`.
+        The model comes back as it was.
         """
         started = time.perf_counter()
-        with _as_scored(model, progress):
+        with as_scored(model):
             rows = [self._price(model)]
             if average is not None:
                 with _holding(model, average):
@@ -127,20 +125,6 @@ class Validator:
         # The stream ends with its last document: nothing follows it, so nothing is predicted.
         is_last = documents.stop == self._shard.num_documents
         return nats[: len(nats) - is_last].sum()
-
-
-@contextmanager
-def _as_scored(model: GPT, progress: float) -> Iterator[None]:
-    """Inside, the model is as scoring has it; behind it, as training at `progress` does."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    model.set_progress(1.0)
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-        model.set_progress(progress)
 
 
 @contextmanager
