@@ -13,7 +13,7 @@ from scipy.special import ndtri
 
 from underpar.artifact import bells, gaussian, rans
 from underpar.errors import ArtifactError
-from underpar.quant.trellis import next_state, quantize
+from underpar.quant.trellis import LARGEST_CODE, next_state, quantize
 
 TOTAL = 1 << rans.PROB_BITS
 HEAD_BYTES = 13
@@ -25,9 +25,9 @@ def draw_codes(seed: int, shape: tuple[int, int], width: float, num_far: int = 0
     rng = np.random.default_rng(seed)
     spread = rng.normal(size=(shape[0], 1)) + rng.normal(size=shape[1])
     codes = np.rint(rng.normal(size=shape) * width * np.exp(0.3 * spread))
-    codes = codes.clip(-bells.MAX_CODE, bells.MAX_CODE).astype(np.int32)
+    codes = codes.clip(-LARGEST_CODE, LARGEST_CODE).astype(np.int32)
     places = rng.integers(codes.size, size=num_far)
-    codes.flat[places] = rng.integers(-bells.MAX_CODE, bells.MAX_CODE + 1, size=num_far)
+    codes.flat[places] = rng.integers(-LARGEST_CODE, LARGEST_CODE + 1, size=num_far)
     return codes
 
 
@@ -93,7 +93,7 @@ def test_round_trip(case: tuple[np.ndarray, np.ndarray | None]) -> None:
 
 @pytest.mark.parametrize("num_states", [1, 8])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("value", [0, 2, -6, 300, bells.MAX_CODE])
+@pytest.mark.parametrize("value", [0, 2, -6, 300, LARGEST_CODE])
 def test_constant_matrices(shape: tuple[int, int], value: int, num_states: int) -> None:
     codes = walk_trellis(np.full(shape, value), next_state(num_states) if num_states > 1 else None)
     data = gaussian.encode(codes, next_state(num_states))
@@ -246,7 +246,7 @@ def recode(data: bytes, codes: np.ndarray, transitions: np.ndarray | None) -> by
     parts = gaussian._split(data, codes.shape, num_lanes, stride)
     book = bells.Book([parts.scales], stride)
     places = book.find_symbols(codes, book.find_tables(parts.scales))
-    escapes = codes[book.values[places] < -bells.MAX_CODE]
+    escapes = codes[book.values[places] < -LARGEST_CODE]
     assert np.array_equal(escapes, parts.escapes)
     before = data[: len(data) - len(parts.codes)]
     return before + gaussian._encode_lanes([places], book, [num_lanes])[0]
@@ -348,7 +348,7 @@ def test_escape_that_its_table_holds_is_refused() -> None:
     codes[3, 4] = 1000
     data = gaussian.encode(codes)
     at = data.index(struct.pack("<h", 1000))
-    for value in (1, 0, bells.MAX_CODE + 1, -(1 << 15)):
+    for value in (1, 0, LARGEST_CODE + 1, -(1 << 15)):
         with pytest.raises(ArtifactError, match="escape"):
             gaussian.decode(data[:at] + struct.pack("<h", value) + data[at + 2 :], (16, 16))
     other = data[:at] + struct.pack("<h", -999) + data[at + 2 :]
@@ -361,8 +361,8 @@ def test_escape_that_its_table_holds_is_refused() -> None:
         (np.zeros(4, dtype=int), "2-D"),
         (np.zeros((2, 2)), "2-D"),
         (np.zeros((0, 4), dtype=int), "shape"),
-        (np.array([[bells.MAX_CODE + 1]]), "beyond"),
-        (np.array([[-bells.MAX_CODE - 1]]), "beyond"),
+        (np.array([[LARGEST_CODE + 1]]), "beyond"),
+        (np.array([[-LARGEST_CODE - 1]]), "beyond"),
         (np.array([[0, 2], [0, 1]]), None),
     ],
 )

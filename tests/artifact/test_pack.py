@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from underpar.artifact.format import frame, squeeze, unframe, unsqueeze
@@ -40,6 +40,7 @@ def artifact_of(weights: dict[str, np.ndarray], recipe: Recipe | None = None) ->
 
 
 @settings(max_examples=40, deadline=None)
+@example([(1, 1), (1, 1)], 30.0, 0)
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=4),
     st.sampled_from([0.0, 1.0, 30.0]),

@@ -11,6 +11,7 @@ from torch import Tensor
 from underpar.errors import ArtifactError, RecipeError
 from underpar.quant import trellis
 from underpar.quant.gptq import Options, damp, factor_inverse, round_to_nearest, solve
+from underpar.quant.trellis import LARGEST_CODE
 
 STEP = 12.85 / 31
 SOLVERS = [Options(), Options(act_order=True), Options(num_states=8)]
@@ -66,7 +67,7 @@ def test_ten_deviations_clip_nothing() -> None:
 def test_rounding_is_half_to_even_and_clipped() -> None:
     weight = torch.tensor([[0.5, 1.5, -2.5, 9.0, -1e9]])
     assert round_to_nearest(weight, torch.ones(1, 1), 4).tolist() == [[0, 2, -2, 4, -4]]
-    assert round_to_nearest(weight, torch.ones(1, 1))[0, 4] == -32767
+    assert round_to_nearest(weight, torch.ones(1, 1))[0, 4] == -LARGEST_CODE
 
 
 # The factor.

@@ -21,6 +21,7 @@ import numpy as np
 
 from underpar.artifact import rans
 from underpar.errors import ArtifactError
+from underpar.quant.trellis import LARGEST_CODE
 
 # An eighth of an octave: with 500 integers a line, finer scales cost more than they save.
 NUM_BUCKETS = 96
@@ -32,7 +33,6 @@ COLUMN_BIAS = NUM_BUCKETS // 2
 _ESCAPE_BITS = 16
 # What escapes decode to at first, plus a residue of n; integers that may be coded lie above.
 _ESCAPE = -(1 << 15)
-MAX_CODE = (1 << 15) - 4
 # Less than a sixteenth of a frequency unit, and an integer is better an escape.
 _LEAST_MASS = 1 << 12
 
@@ -202,7 +202,7 @@ class Book:
 
     def fill_escapes(self, codes: np.ndarray, escapes: np.ndarray, tables: np.ndarray) -> None:
         """Puts escapes, in C order, in the place of their marks; only true ones are taken."""
-        marked = codes < -MAX_CODE
+        marked = codes < -LARGEST_CODE
         if np.count_nonzero(marked) != escapes.size:
             raise ArtifactError(
                 f"weight stream stores {escapes.size} escapes: "
@@ -210,7 +210,7 @@ class Book:
             )
         marks = self.values[self.find_symbols(escapes, tables[marked])]
         # A mark itself would pass as an escape of every table.
-        if np.any(marks != codes[marked]) or np.any(abs(escapes.astype(np.int32)) > MAX_CODE):
+        if np.any(marks != codes[marked]) or np.any(abs(escapes.astype(np.int32)) > LARGEST_CODE):
             raise ArtifactError(
                 "weight stream is damaged: an escape that its table does not ask for"
             )

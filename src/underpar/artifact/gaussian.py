@@ -35,6 +35,7 @@ from underpar.artifact.rans import (
     _split_stream,
 )
 from underpar.errors import ArtifactError
+from underpar.quant.trellis import LARGEST_CODE
 
 _TOTAL = 1 << PROB_BITS
 
@@ -97,7 +98,7 @@ def encode_many(
         lanes = [num_lanes or choose_num_lanes(matrices[i].shape) for i in members]
         tails = _encode_lanes(symbols, book, lanes)
         for i, scale, places, tail in zip(members, scales, symbols, tails, strict=True):
-            escapes = matrices[i][book.values[places] < -bells.MAX_CODE]
+            escapes = matrices[i][book.values[places] < -LARGEST_CODE]
             streams[i] = _write_head(scale, stride, escapes) + tail
     return streams
 
@@ -159,9 +160,9 @@ def _check_codes(codes: np.ndarray, transitions: np.ndarray | None) -> np.ndarra
             f"codes of shape {codes.shape} and type {codes.dtype}: expected a 2-D integer array"
         )
     _check_shape(codes.shape)
-    if codes.min() < -bells.MAX_CODE or codes.max() > bells.MAX_CODE:
+    if codes.min() < -LARGEST_CODE or codes.max() > LARGEST_CODE:
         raise ArtifactError(
-            f"codes {codes.min()}..{codes.max()}: expected none beyond {bells.MAX_CODE}"
+            f"codes {codes.min()}..{codes.max()}: expected none beyond {LARGEST_CODE}"
         )
     codes = codes.astype(np.int16)
     if transitions is not None:

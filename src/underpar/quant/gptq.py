@@ -21,9 +21,7 @@ import torch
 from torch import Tensor
 
 from underpar.errors import ArtifactError, RecipeError
-from underpar.quant.trellis import Viterbi, trace
-
-LARGEST_CODE = torch.iinfo(torch.int16).max
+from underpar.quant.trellis import LARGEST_CODE, Viterbi, trace
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,8 @@ from underpar.errors import RecipeError
 PARITY_CHECKS = {4: (0o5, 0o2), 8: (0o13, 0o4), 16: (0o23, 0o4), 64: (0o103, 0o24)}
 # Numbers of states there are; one is no trellis.
 STATES = (1, *PARITY_CHECKS)
+# The largest |n|: 16 bits, less a few values that the coder keeps for marks.
+LARGEST_CODE = (1 << 15) - 4
 
 
 def next_state(num_states: int) -> np.ndarray:
@@ -134,8 +136,8 @@ def trace(costs: Tensor, codes: Sequence[Tensor], sources: Sequence[Tensor]) -> 
 def quantize(samples: Tensor, num_states: int) -> Tensor:
     """Integers (R, C) int16, a legal path in each row, of least squared error to the samples."""
     if num_states == 1:
-        return samples.round().to(torch.int16)
-    viterbi = Viterbi(num_states, torch.iinfo(torch.int16).max, samples.device)
+        return samples.round().clamp(-LARGEST_CODE, LARGEST_CODE).to(torch.int16)
+    viterbi = Viterbi(num_states, LARGEST_CODE, samples.device)
     costs = viterbi.start(samples.shape[:1], samples)
     codes, sources = [], []
     for column in samples.unbind(1):
