@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tiny import TinyRun
-from underpar import pipeline
+from underpar import packing, pipeline
 from underpar.build import resolve_levers
 from underpar.data.build import build_data
 from underpar.data.sources.corpus import demo_corpus, read_documents
@@ -72,7 +72,7 @@ def tiny_run(
     """Trained, packed and scored; shared, so tests must not change it (copy it first)."""
     folder = RunFolder(tmp_path_factory.mktemp("runs") / "tiny")
     assert pipeline.train_run(tiny_recipe, tiny_data, folder, CPU)
-    pipeline.pack_run(folder)
+    packing.pack_run(folder)
     for adapt in (False, True):
         pipeline.score_artifact(folder.artifact_file, tiny_data, CPU, adapt)
     return TinyRun(tiny_recipe, tiny_data, folder)

@@ -25,9 +25,11 @@ LEVELS = [
     ["score", "codec"],
     ["levers"],
     ["build"],
-    ["audit", "lab", "submit"],
+    ["submit"],
+    ["packing"],
+    ["audit"],
     ["pipeline", "report", "api", "console", "doctor"],
-    ["verbs"],
+    ["verbs", "lab"],
     ["demo"],
     ["cli", "__main__"],
 ]

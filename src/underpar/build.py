@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from underpar.artifact.pack import Artifact, unpack
-from underpar.data.tokens.tokenizer import Tokenizer, open_tokenizer
+from underpar.artifact.unpack import Artifact, LazyArtifact
+from underpar.data.tokens.tokenizer import Tokenizer, open_tokenizer, read_model
 from underpar.data.transforms import IDENTITY
 from underpar.errors import ArtifactError, DataError
 from underpar.infer.predictor import Predictor
@@ -131,14 +131,20 @@ def build_tokenizer(artifact: Artifact) -> Tokenizer:
 
 
 def read_artifact(path: Path) -> tuple[Artifact, str]:
-    """The artifact in a file and the SHA-256 of that file, in hex."""
+    """The artifact in a file and the SHA-256 of that file, in hex.
+
+    A tokenizer that the artifact only names lies beside it, as tokenizer.model.
+    """
     try:
         data = path.read_bytes()
     except OSError as error:
         raise ArtifactError(f"cannot read artifact {path}: {error.strerror}") from error
     try:
-        return unpack(data), hashlib.sha256(data).hexdigest()
-    except ArtifactError as error:
+        file = LazyArtifact(data)
+        beside = path.with_name("tokenizer.model")
+        tokenizer = read_model(beside) if file.names_tokenizer else None
+        return file.unpack(tokenizer), hashlib.sha256(data).hexdigest()
+    except (ArtifactError, DataError) as error:
         raise ArtifactError(f"{path}: {error}") from error
 
 

@@ -37,7 +37,7 @@ def run_demo(
         raise UnderparError(
             f"stopped at step {trained.get('step', 0)}; 'underpar demo' continues it"
         )
-    budget = pipeline.pack_run(folder)
+    budget = verbs.pack(folder, runtime, quiet=quiet)
     plain, adapted = (
         verbs.score(folder.artifact_file, data, runtime, adapt, quiet) for adapt in (False, True)
     )

@@ -177,11 +177,49 @@ class TrainPart:
 
 @dataclass(frozen=True)
 class QuantPart:
-    """Ordered rules `pattern scheme`; a tensor takes the first rule that matches its name."""
+    """Ordered rules `pattern scheme`; a tensor takes the first rule that matches its name.
+
+    The rest concerns schemes that need to know a matrix's inputs: gptqB:k and gridS.
+    """
 
     rules: tuple[str, ...] = ("* fp16",)
+    calibration: str = "train"
+    """Text that is read to know the inputs: "train", or "self" for what the model writes."""
+    calibration_batches: int = 16
+    calibration_batch_tokens: int = 65_536
+    fisher_batches: int = 4
+    """Batches that are read backwards too."""
+    awq_groups: int = 1
+    awq_group_columns: int = 64
+    lqer_tensors: int = 0
+    lqer_rank: int = 4
+    lqer_left_bits: int = 2
+    lqer_right_bits: int = 4
+    lqer_group: int = 64
+    lqer_symmetric: bool = False
+    lqer_weighted: bool = True
+    tune_steps: int = 0
+    tune_lr: float = 1e-3
 
     def __post_init__(self) -> None:
+        require(
+            self.calibration in ("train", "self"),
+            f"quant.calibration = {self.calibration!r}: expected 'train' or 'self'",
+        )
+        for name in ("calibration_batches", "calibration_batch_tokens", "fisher_batches"):
+            value = getattr(self, name)
+            require(value > 0, f"quant.{name} = {value}: expected a positive number")
+        for name in ("awq_groups", "lqer_tensors", "tune_steps", "tune_lr"):
+            value = getattr(self, name)
+            require(value >= 0, f"quant.{name} = {value}: expected 0 or more")
+        for name in ("awq_group_columns", "lqer_group"):
+            value = getattr(self, name)
+            require(value > 0, f"quant.{name} = {value}: expected 1 or more")
+        rank = self.lqer_rank
+        require(0 < rank <= 64, f"quant.lqer_rank = {rank}: expected 1 to 64")
+        for name in ("lqer_left_bits", "lqer_right_bits"):
+            value = getattr(self, name)
+            require(2 <= value <= 8, f"quant.{name} = {value}: expected 2 to 8")
         for rule in self.rules:
             require(
                 len(rule.split()) == 2,

@@ -14,8 +14,9 @@ import numpy as np
 import torch
 
 from underpar import __version__
-from underpar.artifact.budget import Budget, forecast, read_budget
-from underpar.artifact.pack import Artifact, pack, unpack
+from underpar.artifact.budget import Budget
+from underpar.artifact.forecast import forecast
+from underpar.artifact.size_forecast import SizeForecast
 from underpar.audit.finding import FAIL, NOT_SHOWN, PASS, Finding
 from underpar.audit.rules import Case, run_audit
 from underpar.build import (
@@ -34,10 +35,10 @@ from underpar.data.folder import DataFolder, load_data
 from underpar.data.loader import Loader
 from underpar.data.shards import Shard
 from underpar.data.tokens.tokenizer import Tokenizer, read_model
-from underpar.errors import ArtifactError, RecipeError, RunError
+from underpar.errors import RecipeError, RunError
 from underpar.infer.predictor import Predictor
 from underpar.kernels.attention import backend_of
-from underpar.quant.rules import quantize_model
+from underpar.packing import calibrate, needs_calibration
 from underpar.recipe import Recipe
 from underpar.run import RunFolder, write_atomic, write_json
 from underpar.runtime import Clock, Runtime, seed_everything
@@ -45,7 +46,7 @@ from underpar.score.ledger import Score, score_from_dict
 from underpar.score.score import OnChunk, Scorer
 from underpar.score.windows import chunk_documents
 from underpar.submit.bundle import bundle
-from underpar.train.checkpoint import Position, read_tensors
+from underpar.train.checkpoint import Position, read_about
 from underpar.train.dist import ask_main, process_group
 from underpar.train.forecast import Forecast
 from underpar.train.loop import OnStep, Trainer
@@ -77,7 +78,10 @@ def train_run(
     with process_group(runtime):
         # On the main rank alone; where it refuses, no rank is left waiting.
         ask_main(lambda: _begin_run(folder, recipe, data_path, data, runtime), runtime)
-        return make_trainer(recipe, data, folder, runtime).run(on_step)
+        finished = make_trainer(recipe, data, folder, runtime).run(on_step)
+        if finished and needs_calibration(recipe):
+            calibrate(folder, data, runtime)
+        return finished
 
 
 def _check_tokenizer(recipe: Recipe, tokenizer: Tokenizer, data_path: Path) -> None:
@@ -99,8 +103,11 @@ def make_trainer(recipe: Recipe, data: DataFolder, folder: RunFolder, runtime: R
     seed_everything(recipe.train.seed)
     part = recipe.train
     levers = plug_levers(recipe, "train").values()
+    model = build_model(recipe).to(runtime.device)
+    shapes = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
+    size = SizeForecast(recipe, shapes, data.tokenizer.content, lambda: len(bundle(recipe)))
     return Trainer(
-        model=build_model(recipe).to(runtime.device),
+        model=model,
         loader=Loader(data.train, step_of(part), part.seed, part.order),
         part=part,
         runtime=runtime,
@@ -110,6 +117,8 @@ def make_trainer(recipe: Recipe, data: DataFolder, folder: RunFolder, runtime: R
         validator=make_validator(recipe, data.val, runtime),
         averagers=[lever for lever in levers if hasattr(lever, "average")],
         penalties=[lever for lever in levers if hasattr(lever, "penalty")],
+        disguises=[lever for lever in levers if hasattr(lever, "disguise")],
+        size_of=size.total_bytes,
     )
 
 
@@ -163,30 +172,6 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{device.type}, {torch.get_num_threads()} threads"
-
-
-def pack_run(folder: RunFolder, cap_bytes: int | None = None) -> Budget:
-    """Quantize and pack a run's weights; refuse to write anything over the cap.
-
-    `cap_bytes` may only tighten the recipe's cap.
-    """
-    recipe = folder.read_recipe()
-    if cap_bytes is not None and not 0 < cap_bytes <= recipe.limits.cap_bytes:
-        raise RecipeError(f"cap {cap_bytes}: expected 1 to the recipe's {recipe.limits.cap_bytes}")
-    tensors, about = read_tensors(folder.need(folder.weights_file))
-    if about.get("recipe_hash") != recipe.hash:
-        raise RunError(f"{folder.weights_file} was trained with another recipe; train again")
-    weights = {name: t.float().numpy() for name, t in tensors.items()}
-    tokenizer = folder.need(folder.tokenizer_file).read_bytes()
-    artifact = Artifact(recipe, tokenizer, quantize_model(weights, recipe.quant.rules))
-    data = pack(artifact)
-    if not unpack(data).equals(artifact):
-        raise ArtifactError("the packed file does not unpack to what was packed; nothing written")
-    budget = read_budget(data, len(bundle(recipe)), cap_bytes or recipe.limits.cap_bytes)
-    budget.enforce()
-    write_atomic(folder.artifact_file, data)
-    write_json(folder.budget_file, budget.as_dict())
-    return budget
 
 
 def forecast_size(recipe: Recipe, tokenizer: Path | None = None) -> Budget:
@@ -266,6 +251,7 @@ def audit_run(
         data=data,
         scores=_read_scores(folder, identity),
         runtime=runtime,
+        spent_seconds=_spent_seconds(folder),
         code_tokens=code_tokens,
     )
     findings = run_audit(case, on_rule)
@@ -280,6 +266,18 @@ def audit_run(
         },
     )
     return overall, findings
+
+
+def _spent_seconds(folder: RunFolder) -> dict[str, float]:
+    """Time with training text, by stage."""
+    spent = {"train": float(folder.read_json(folder.validation_file)["seconds"])}
+    files = {"calibrate": folder.calibration_file, "tune": folder.quantized_file}
+    keys = {"calibrate": "seconds", "tune": "tune_seconds"}
+    for stage, path in files.items():
+        about = read_about(path) if path.exists() else {}
+        if keys[stage] in about:
+            spent[stage] = float(str(about[keys[stage]]))
+    return spent
 
 
 def _read_scores(folder: RunFolder, identity: str) -> dict[str, Score]:

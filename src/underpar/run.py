@@ -50,6 +50,8 @@ class RunFolder:
     weights.safetensors      what training hands to packing
     validation.json  bits per byte of the held-out text before weights are quantized
     tokenizer.model  the tokenizer it was trained with
+    calibration.safetensors  what its matrices meet, and how much their errors cost
+    quantized.safetensors    integers and steps, before they are entropy-coded
     model.upar       the artifact
     budget.json      where its bytes go
     score-*.json     one file a scoring method, with the ledger of each document
@@ -93,6 +95,16 @@ class RunFolder:
     def tokenizer_file(self) -> Path:
         """The tokenizer of the training data."""
         return self.path / "tokenizer.model"
+
+    @property
+    def calibration_file(self) -> Path:
+        """Second moments of inputs, mean squares of gradients."""
+        return self.path / "calibration.safetensors"
+
+    @property
+    def quantized_file(self) -> Path:
+        """The rounded model."""
+        return self.path / "quantized.safetensors"
 
     @property
     def artifact_file(self) -> Path:
@@ -156,6 +168,8 @@ class RunFolder:
             self.weights_file: "train",
             self.validation_file: "train",
             self.tokenizer_file: "train",
+            self.calibration_file: "calibrate",
+            self.quantized_file: "quantize",
             self.artifact_file: "pack",
             self.budget_file: "pack",
             self.audit_file: "audit",

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from underpar.parts import require
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     import numpy as np
     import numpy.typing as npt
     from torch import Tensor, nn
@@ -276,6 +278,17 @@ class Penalty(Protocol):
         """What is added to the loss after `step` steps, at p (0 to 1) of the budget; None: nothing.
 
         In nats a token, once for the whole batch.
+        """
+
+
+class Disguise(Protocol):
+    """Train stage, seam `disguise`: other weights for the forward and backward passes of a step."""
+
+    def disguise(self, weights: Mapping[str, Tensor], p: float) -> AbstractContextManager[None]:
+        """Inside, the weights are others; behind it, they are what they were, bit for bit.
+
+        They are changed in place, the same on every rank: gradients are taken where the disguise
+        is and used where the weights are. Asked in every step; p (0 to 1) is that of the budget.
         """
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import lzma
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from underpar import pipeline
+from underpar import packing, pipeline
+from underpar.artifact.budget import Budget
+from underpar.artifact.fit import MOST_ROUNDS, Round
 from underpar.audit.finding import Finding
 from underpar.audit.rules import RULES
 from underpar.build import transform_of
@@ -20,9 +23,12 @@ from underpar.data.published.exchange import ImportOptions, import_published
 from underpar.data.sources.fetch import FetchOptions, FetchSummary, fetch
 from underpar.errors import RunError, UnderparError
 from underpar.kernels.attention import backend_of
+from underpar.packing import OnRound
+from underpar.parts import QuantPart
 from underpar.recipe import Recipe, TrainPart
 from underpar.run import RunFolder, write_atomic
 from underpar.runtime import Runtime
+from underpar.train.dist import process_group
 from underpar.train.guard import Reference, read_reference
 
 
@@ -132,10 +138,60 @@ def train(
 
 
 def validation_of(folder: RunFolder) -> dict[str, float]:
-    """Bits per byte of a finished run before its weights are quantized, live and averaged."""
+    """Of a finished run, before it is quantized: bits per byte, live and averaged, and its size."""
     found = folder.read_json(folder.validation_file)
-    keys = ("live_bpb", "average_bpb")
-    return {key: found[key] for key in keys if found[key] is not None}
+    keys = ("live_bpb", "average_bpb", "forecast_bytes")
+    return {key: found[key] for key in keys if found.get(key) is not None}
+
+
+def calibrate(folder: RunFolder, data: Path, runtime: Runtime, source: str = "") -> dict[str, Any]:
+    """Read calibration text with a run's weights."""
+    with process_group(runtime):
+        return packing.calibrate(folder, load_data(data), runtime, source).about
+
+
+def quantize(
+    folder: RunFolder,
+    runtime: Runtime,
+    cap_bytes: int | None = None,
+    part: QuantPart | None = None,
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """Round a run's weights to fill the cap."""
+    with rounds_bar(quiet) as show:
+        press = packing.open_press(folder, cap_bytes, part, runtime)
+        found = packing.quantize_run(press, folder, runtime, show)
+    shown = ("constant", "total_bytes", "cap_bytes", "tune_seconds", "seconds")
+    return {key: found[key] for key in shown if key in found}
+
+
+def pack(
+    folder: RunFolder,
+    runtime: Runtime,
+    cap_bytes: int | None = None,
+    part: QuantPart | None = None,
+    quiet: bool = False,
+    tokenizer_inside: bool = True,
+) -> Budget:
+    """The artifact of a run, under its cap."""
+    with rounds_bar(quiet) as show:
+        return packing.pack_run(folder, cap_bytes, part, runtime, show, tokenizer_inside)
+
+
+@contextmanager
+def rounds_bar(quiet: bool) -> Iterator[OnRound]:
+    """A bar that counts how often a model was rounded and packed to find its size."""
+    done = 0
+    with progress_bar("quantize", MOST_ROUNDS, quiet) as bar:
+
+        def show(tried: Round) -> None:
+            nonlocal done
+            done += 1
+            bar.update(done, f"{tried.total_bytes:,} bytes with constant {tried.constant:.3g}")
+
+        bar.update(0, "rounding")
+        yield show
+        bar.update(MOST_ROUNDS)
 
 
 class Watch:
@@ -161,6 +217,8 @@ class Watch:
             remark += f", MFU {line['mfu']:.0%}"
         if "forecast_bpb" in line:
             remark += f", forecast {line['forecast_bpb']:.4f} BPB"
+        if "forecast_bytes" in line:
+            remark += f", {line['forecast_bytes'] / 1e6:.2f} MB"
         return remark + self._validated
 
     def _see(self, line: dict[str, Any]) -> None:

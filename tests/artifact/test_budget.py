@@ -5,13 +5,17 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from every_scheme import draw_artifact
 
 from tiny import TinyRun
-from underpar import pipeline
+from underpar import packing, pipeline
 from underpar.artifact.budget import read_budget
+from underpar.artifact.format import HEAD_BYTES, squeeze
+from underpar.artifact.pack import NUM_SECTIONS, pack
 from underpar.errors import ArtifactError, RecipeError
 from underpar.recipe import list_recipes, load_recipe
 from underpar.run import RunFolder
@@ -37,18 +41,36 @@ def test_the_reported_size_is_the_size_on_disk(tiny_run: TinyRun) -> None:
     assert reported["total_bytes"] == on_disk + len(bundle(tiny_run.recipe))
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_every_byte_has_a_class(inside: bool) -> None:
+    artifact = draw_artifact(shape=(24, 32))
+    data = pack(artifact, tokenizer_inside=inside)
+    budget = read_budget(data, code_bytes=1000, cap_bytes=10**6)
+    apart = 0 if inside else len(squeeze(artifact.tokenizer))
+    assert budget.model_file_bytes == len(data)
+    assert budget.total_bytes == len(data) + 1000 + apart == sum(budget.classes.values())
+    assert budget.classes["tokenizer"] == len(squeeze(artifact.tokenizer))
+    # Lengths in the frame, and what rounding leaves.
+    assert abs(budget.classes["framing"] - HEAD_BYTES - 8 * NUM_SECTIONS) <= 10
+    assert {"corrections", "activations"} <= set(budget.classes)
+    assert [t["name"] for t in budget.tensors] == list(artifact.tensors)
+    plain = {n: replace(t, correction=None) for n, t in artifact.tensors.items()}
+    bare = read_budget(pack(replace(artifact, tensors=plain, activations={})), 0, 10**6)
+    assert not {"corrections", "activations"} & set(bare.classes)
+
+
 def test_nothing_over_the_cap_is_written(tiny_run: TinyRun, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     for name in ("recipe_file", "weights_file", "tokenizer_file"):
         source, target = getattr(tiny_run.folder, name), getattr(folder, name)
         target.write_bytes(source.read_bytes())
     with pytest.raises(ArtifactError, match="over the cap of 50000"):
-        pipeline.pack_run(folder, cap_bytes=50_000)
+        packing.pack_run(folder, cap_bytes=50_000)
     for lifted in (0, 16_000_001):
         with pytest.raises(RecipeError, match="recipe's 16000000"):
-            pipeline.pack_run(folder, cap_bytes=lifted)
+            packing.pack_run(folder, cap_bytes=lifted)
     assert not folder.artifact_file.exists()
-    pipeline.pack_run(folder)
+    packing.pack_run(folder)
     assert folder.artifact_file.read_bytes() == tiny_run.folder.artifact_file.read_bytes()
 
 
@@ -80,5 +102,5 @@ def test_a_killed_pack_leaves_the_old_file_or_a_whole_one(
     process.kill()
     process.wait()
     assert folder.artifact_file.read_bytes() in (b"old", whole)
-    pipeline.pack_run(folder)
+    packing.pack_run(folder)
     assert folder.artifact_file.read_bytes() == whole

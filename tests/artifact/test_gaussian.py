@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import ndtri
 
-from underpar.artifact import bells, gaussian, rans
+from underpar.artifact import bell_fit, bells, gaussian, gaussian_writer, rans
 from underpar.errors import ArtifactError
 from underpar.quant.trellis import LARGEST_CODE, next_state, quantize
 
@@ -54,22 +54,27 @@ def spread_columns(num_columns: int, spread: float) -> np.ndarray:
     return widths / np.sqrt(np.mean(widths**2))
 
 
+def fit(codes: np.ndarray, stride: int) -> tuple[bells.Scales, float]:
+    """The coder's scales for codes whose log steps are not known."""
+    return bell_fit.fit(codes, stride, gaussian_writer._expect(codes, (None, None)))
+
+
 def look_up(codes: np.ndarray, stride: int) -> tuple[bells.Book, np.ndarray, np.ndarray]:
     """The coder's tables for the codes, the numbers (R, C) of theirs, their places (R, C)."""
-    scales, _ = bells.fit(codes, stride)
+    scales, _ = fit(codes, stride)
     book = bells.Book([scales], stride)
     tables = book.find_tables(scales)
     return book, tables, book.find_symbols(codes, tables)
 
 
 def bits_per_code(codes: np.ndarray) -> float:
-    return 8 * len(gaussian.encode(codes)) / codes.size
+    return 8 * len(gaussian_writer.encode(codes)) / codes.size
 
 
 trellises = st.sampled_from([None, *map(next_state, (1, 4, 8, 16, 64))])
 cases = st.builds(
     lambda seed, shape, width, far, trellis: (
-        walk_trellis(draw_codes(seed, shape, width, far), gaussian._check_transitions(trellis)),
+        walk_trellis(draw_codes(seed, shape, width, far), gaussian.check_transitions(trellis)),
         trellis,
     ),
     seed=st.integers(0, 2**32 - 1),
@@ -84,11 +89,11 @@ cases = st.builds(
 @given(cases)
 def test_round_trip(case: tuple[np.ndarray, np.ndarray | None]) -> None:
     codes, trellis = case
-    data = gaussian.encode(codes, trellis)
+    data = gaussian_writer.encode(codes, trellis)
     decoded = gaussian.decode(data, codes.shape, trellis)
     assert decoded.dtype == np.int16
     assert np.array_equal(decoded, codes)
-    assert gaussian.encode(codes.astype(np.int64), trellis) == data
+    assert gaussian_writer.encode(codes.astype(np.int64), trellis) == data
 
 
 @pytest.mark.parametrize("num_states", [1, 8])
@@ -96,7 +101,7 @@ def test_round_trip(case: tuple[np.ndarray, np.ndarray | None]) -> None:
 @pytest.mark.parametrize("value", [0, 2, -6, 300, LARGEST_CODE])
 def test_constant_matrices(shape: tuple[int, int], value: int, num_states: int) -> None:
     codes = walk_trellis(np.full(shape, value), next_state(num_states) if num_states > 1 else None)
-    data = gaussian.encode(codes, next_state(num_states))
+    data = gaussian_writer.encode(codes, next_state(num_states))
     assert np.array_equal(gaussian.decode(data, shape, next_state(num_states)), codes)
     if value == 0:
         # An even state always leads to another one if all codes are 0.
@@ -106,22 +111,23 @@ def test_constant_matrices(shape: tuple[int, int], value: int, num_states: int) 
 
 def test_zero_rows_and_columns_cost_little() -> None:
     codes = draw_codes(3, (512, 128), 2.5)
-    bits = gaussian.measure_bits(codes)
+    bits = gaussian_writer.measure_bits(codes)
     codes[100:200] = 0
     codes[:, 30:60] = 0
-    assert gaussian.measure_bits(codes) < 0.65 * bits
-    assert np.array_equal(gaussian.decode(gaussian.encode(codes), codes.shape), codes)
+    assert gaussian_writer.measure_bits(codes) < 0.65 * bits
+    assert np.array_equal(gaussian.decode(gaussian_writer.encode(codes), codes.shape), codes)
 
 
 @pytest.mark.parametrize("num_states", [1, 4, 64])
 @pytest.mark.parametrize("num_lanes", [1, 2, 7, 50, 90])
 def test_any_lane_count_gives_the_same_codes(num_lanes: int, num_states: int) -> None:
-    transitions = gaussian._check_transitions(next_state(num_states))
+    transitions = gaussian.check_transitions(next_state(num_states))
     codes = walk_trellis(draw_codes(4, (50, 40), 3.0), transitions)
-    data = gaussian.encode(codes, transitions, num_lanes=num_lanes)
-    decoded = gaussian.decode(data, codes.shape, transitions, num_lanes=num_lanes)
+    (data,) = gaussian_writer.encode_many([codes], transitions, num_lanes=num_lanes)
+    (decoded,) = gaussian.decode_many([data], [codes.shape], transitions, num_lanes=num_lanes)
     assert np.array_equal(decoded, codes)
-    assert len(data) <= len(gaussian.encode(codes, transitions, num_lanes=1)) + 4 * num_lanes
+    (single,) = gaussian_writer.encode_many([codes], transitions, num_lanes=1)
+    assert len(data) <= len(single) + 4 * num_lanes
 
 
 @pytest.mark.parametrize(
@@ -142,27 +148,57 @@ def test_lane_count_follows_the_shape(shape: tuple[int, int], num_lanes: int) ->
 
 @pytest.mark.parametrize("num_states", [1, 8])
 def test_many_matrices_give_the_streams_of_each(num_states: int) -> None:
-    transitions = gaussian._check_transitions(next_state(num_states))
+    transitions = gaussian.check_transitions(next_state(num_states))
     shapes = [(40, 100), (90, 70), (7, 100), (1, 70), (200, 100), (3, 3)]
     matrices = [
         walk_trellis(draw_codes(i, shape, 0.5 + 2 * i, i), transitions)
         for i, shape in enumerate(shapes)
     ]
-    streams = gaussian.encode_many(matrices, transitions)
-    assert streams == [gaussian.encode(codes, transitions) for codes in matrices]
+    streams = gaussian_writer.encode_many(matrices, transitions)
+    assert streams == [gaussian_writer.encode(codes, transitions) for codes in matrices]
     decoded = gaussian.decode_many(streams, shapes, transitions)
     assert all(np.array_equal(a, b) for a, b in zip(decoded, matrices, strict=True))
-    assert gaussian.encode_many([]) == gaussian.decode_many([], []) == []
+    assert gaussian_writer.encode_many([]) == gaussian.decode_many([], []) == []
     for damaged in range(len(shapes)):
         cut = [s[:-2] if i == damaged else s for i, s in enumerate(streams)]
         with pytest.raises(ArtifactError):
             gaussian.decode_many(cut, shapes, transitions)
 
 
+@pytest.mark.parametrize("num_states", [1, 8])
+def test_log_steps_shorten_the_scales(num_states: int) -> None:
+    rng = np.random.default_rng(11)
+    rows, columns = (
+        np.rint(rng.normal(size=n) * 8).astype(np.int16) - 70 * (n == 300) for n in (300, 200)
+    )
+    widths = 2.0 ** (-(rows[:, None] + columns) / 16) * 0.2
+    codes = np.rint(rng.standard_normal(widths.shape) * widths).astype(np.int32)
+    transitions = gaussian.check_transitions(next_state(num_states))
+    codes = walk_trellis(codes, transitions)
+    plain = gaussian_writer.encode(codes, transitions)
+    data = gaussian_writer.encode(codes, transitions, (rows, columns))
+    # About four bits each without, and not one with them.
+    assert len(plain) - len(data) >= 0.35 * codes.shape[0] + 0.35 * codes.shape[1]
+    assert np.array_equal(gaussian.decode(data, codes.shape, transitions, (rows, columns)), codes)
+    assert max(data[HEAD_BYTES], plain[HEAD_BYTES]) >= 128 > plain[HEAD_BYTES]
+    with pytest.raises(ArtifactError):
+        gaussian.decode(data, codes.shape, transitions)
+    with pytest.raises(ArtifactError):
+        gaussian.decode(data, codes.shape, transitions, (rows[::-1].copy(), columns))
+
+
+def test_log_steps_that_say_nothing_cost_nothing() -> None:
+    codes = draw_codes(12, (300, 64), 2.5)
+    steps = np.random.default_rng(12).integers(-200, 200, size=300).astype(np.int16)
+    plain = gaussian_writer.encode(codes)
+    assert gaussian_writer.encode(codes, None, (steps, None)) == plain
+    assert np.array_equal(gaussian.decode(plain, codes.shape, None, (steps, None)), codes)
+
+
 def test_stream_layout() -> None:
     codes = np.array([[0, 1], [400, 0]])
-    scales, _ = bells.fit(codes, 1)
-    data = gaussian.encode(codes)
+    scales, _ = fit(codes, 1)
+    data = gaussian_writer.encode(codes)
     exponent, row_bytes, column_bytes, num_escapes = struct.unpack_from("<BIII", data)
     assert (exponent, column_bytes) == (scales.exponent, 0)
     spread = bells.Spread(*data[HEAD_BYTES : HEAD_BYTES + 2])
@@ -176,27 +212,27 @@ def test_stream_layout() -> None:
 def test_gaussian_cost() -> None:
     codes = draw_gaussian((2048, 512), 0.4145, 1.0)
     assert 3.328 <= bits_per_code(codes) <= 3.335
-    assert not bells.fit(codes, 1)[0].columns.any()
+    assert not fit(codes, 1)[0].columns.any()
 
 
 def test_uneven_columns_cost() -> None:
     codes = draw_gaussian((2048, 512), 0.371, spread_columns(512, 0.2))
     assert bits_per_code(codes) <= 3.435
-    assert bells.fit(codes, 1)[0].columns.any()
+    assert fit(codes, 1)[0].columns.any()
 
 
 @pytest.mark.parametrize(("width", "num_states"), [(0.3, 1), (2.4, 1), (40.0, 1), (4.4, 8)])
 def test_length_is_that_of_its_tables(width: float, num_states: int) -> None:
-    transitions = gaussian._check_transitions(next_state(num_states))
+    transitions = gaussian.check_transitions(next_state(num_states))
     codes = walk_trellis(draw_codes(5, (1024, 512), width), transitions)
     book, _, places = look_up(codes, 1 if transitions is None else 2)
-    data = gaussian.encode(codes, transitions)
+    data = gaussian_writer.encode(codes, transitions)
     _, row_bytes, column_bytes, num_escapes = struct.unpack_from("<BIII", data)
     ideal_bits = np.sum(rans.PROB_BITS - np.log2(book.freqs[places]))
     code_bytes = len(data) - HEAD_BYTES - row_bytes - column_bytes - 2 * num_escapes
     lane_bytes = 4 * gaussian.choose_num_lanes(codes.shape)
     assert code_bytes <= ideal_bits / 8 * 1.001 + lane_bytes * (width < 1)
-    measured_bytes = gaussian.measure_bits(codes, transitions) / 8
+    measured_bytes = gaussian_writer.measure_bits(codes, transitions) / 8
     assert abs(len(data) - lane_bytes - measured_bytes) <= 1e-3 * measured_bytes
 
 
@@ -216,7 +252,7 @@ def test_rival_coders() -> None:
         coder.encode_reverse((mine - first).astype(np.int32), model)
     assert abs(coder.num_valid_bits() - ideal_bits) <= 5e-4 * ideal_bits
 
-    data = gaussian.encode(codes)
+    data = gaussian_writer.encode(codes)
     rivals = [codes.astype(np.int8).tobytes(), codes.T.astype(np.int8).tobytes()]
     assert all(len(data) <= len(lzma.compress(raw, preset=9)) for raw in rivals)
 
@@ -225,7 +261,7 @@ def test_never_longer_than_brotli() -> None:
     brotli = pytest.importorskip("brotli")
     codes = draw_gaussian((1024, 512), 0.371, spread_columns(512, 0.2))
     raw = codes.T.astype(np.int8).tobytes()
-    assert len(gaussian.encode(codes)) <= len(brotli.compress(raw, quality=11))
+    assert len(gaussian_writer.encode(codes)) <= len(brotli.compress(raw, quality=11))
 
 
 @pytest.mark.parametrize("num_states", [4, 64])
@@ -236,20 +272,21 @@ def test_trellis_costs_the_entropy_given_parity(num_states: int) -> None:
     for parity in range(2):
         _, counts = np.unique(codes[codes & 1 == parity], return_counts=True)
         entropy_bits += np.sum(counts * np.log2(counts.sum() / counts))
-    assert gaussian.measure_bits(codes, next_state(num_states)) <= 1.002 * entropy_bits
+    assert gaussian_writer.measure_bits(codes, next_state(num_states)) <= 1.002 * entropy_bits
 
 
 def recode(data: bytes, codes: np.ndarray, transitions: np.ndarray | None) -> bytes:
     """The stream of the codes with the scales of a given one."""
     stride = 1 if transitions is None else 2
     num_lanes = gaussian.choose_num_lanes(codes.shape)
-    parts = gaussian._split(data, codes.shape, num_lanes, stride)
-    book = bells.Book([parts.scales], stride)
-    places = book.find_symbols(codes, book.find_tables(parts.scales))
+    parts = gaussian._split(data, num_lanes, stride)
+    (scales,) = gaussian._read_scales([parts], [codes.shape], [(None, None)])
+    book = bells.Book([scales], stride)
+    places = book.find_symbols(codes, book.find_tables(scales))
     escapes = codes[book.values[places] < -LARGEST_CODE]
     assert np.array_equal(escapes, parts.escapes)
     before = data[: len(data) - len(parts.codes)]
-    return before + gaussian._encode_lanes([places], book, [num_lanes])[0]
+    return before + gaussian_writer.write_codes([places], book, [num_lanes])[0]
 
 
 @settings(deadline=None, max_examples=60)
@@ -258,8 +295,8 @@ def test_damaged_stream_is_refused_or_is_exact(
     case: tuple[np.ndarray, np.ndarray | None], place: int
 ) -> None:
     codes, trellis = case
-    transitions = gaussian._check_transitions(trellis)
-    data = gaussian.encode(codes, transitions)
+    transitions = gaussian.check_transitions(trellis)
+    data = gaussian_writer.encode(codes, transitions)
     for wrong in (data[: place % len(data)], data + b"\0", data + b"\0\0"):
         with pytest.raises(ArtifactError):
             gaussian.decode(wrong, codes.shape, transitions)
@@ -274,7 +311,7 @@ def test_damaged_stream_is_refused_or_is_exact(
 
 def test_flipped_bits_are_noticed() -> None:
     codes = draw_codes(6, (32, 32), 2.5).clip(-8, 8)
-    data = gaussian.encode(codes)
+    data = gaussian_writer.encode(codes)
     for bit in np.random.default_rng(7).choice(8 * len(data), size=50, replace=False):
         damaged = bytearray(data)
         damaged[bit // 8] ^= 1 << bit % 8
@@ -298,7 +335,7 @@ def test_foreign_bytes_are_refused_or_are_an_exact_stream(
     trellis: np.ndarray | None,
 ) -> None:
     data = struct.pack("<BIII", kind, *sizes) + tail
-    transitions = gaussian._check_transitions(trellis)
+    transitions = gaussian.check_transitions(trellis)
     try:
         decoded = gaussian.decode(data, shape, transitions)
     except ArtifactError:
@@ -308,7 +345,7 @@ def test_foreign_bytes_are_refused_or_are_an_exact_stream(
 
 def test_other_shape_or_trellis_is_refused() -> None:
     codes = walk_trellis(draw_codes(8, (64, 64), 5.0), next_state(8))
-    data = gaussian.encode(codes, next_state(8))
+    data = gaussian_writer.encode(codes, next_state(8))
     for shape in [(64, 63), (63, 64), (65, 64), (32, 128), (4096, 1), (1, 4096)]:
         with pytest.raises(ArtifactError):
             gaussian.decode(data, shape, next_state(8))
@@ -346,7 +383,7 @@ def test_hostile_sizes_are_refused_before_memory_is_taken(
 def test_escape_that_its_table_holds_is_refused() -> None:
     codes = draw_codes(9, (16, 16), 2.0)
     codes[3, 4] = 1000
-    data = gaussian.encode(codes)
+    data = gaussian_writer.encode(codes)
     at = data.index(struct.pack("<h", 1000))
     for value in (1, 0, LARGEST_CODE + 1, -(1 << 15)):
         with pytest.raises(ArtifactError, match="escape"):
@@ -369,9 +406,9 @@ def test_escape_that_its_table_holds_is_refused() -> None:
 def test_codes_that_cannot_be_coded_are_refused(codes: np.ndarray, message: str | None) -> None:
     if message:
         with pytest.raises(ArtifactError, match=message):
-            gaussian.encode(codes)
+            gaussian_writer.encode(codes)
     with pytest.raises(ArtifactError, match=message or "trellis in column 1"):
-        gaussian.encode(codes, next_state(4))
+        gaussian_writer.encode(codes, next_state(4))
 
 
 @pytest.mark.parametrize(
@@ -379,19 +416,19 @@ def test_codes_that_cannot_be_coded_are_refused(codes: np.ndarray, message: str 
 )
 def test_transitions_that_are_no_machine_are_refused(transitions: np.ndarray) -> None:
     with pytest.raises(ArtifactError, match="transitions"):
-        gaussian.encode(np.zeros((2, 2), dtype=int), transitions)
+        gaussian_writer.encode(np.zeros((2, 2), dtype=int), transitions)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_states", [1, 8])
 @pytest.mark.parametrize("width", [0.1, 0.6, 2.4, 30.0, 150.0])
 def test_ten_million_codes(width: float, num_states: int) -> None:
-    transitions = gaussian._check_transitions(next_state(num_states))
+    transitions = gaussian.check_transitions(next_state(num_states))
     shape = (5000, 2000)
     codes = walk_trellis(draw_codes(10, shape, width, 1000), transitions)
-    data = gaussian.encode(codes, transitions)
+    data = gaussian_writer.encode(codes, transitions)
     assert np.array_equal(gaussian.decode(data, shape, transitions), codes)
     # These walks are far from random where codes are small, and rANS states with them.
     slack = 1.001 if transitions is None else 1.005
-    measured_bytes = gaussian.measure_bits(codes, transitions) / 8
+    measured_bytes = gaussian_writer.measure_bits(codes, transitions) / 8
     assert len(data) <= slack * measured_bytes + 4 * gaussian.choose_num_lanes(shape) + 30

@@ -96,6 +96,32 @@ def test_any_lane_count_gives_the_same_symbols(num_lanes: int) -> None:
     assert len(data) <= 1.001 * ideal_bytes + 4 * num_lanes
 
 
+def test_many_arrays_give_the_streams_of_each() -> None:
+    sizes = [0, 1, 3, 700, 1024, 5000, 65_536, 65_536, 70_001]
+    alphabets = [3, 1, 5, 63, 63, 300, 63, 15, 5000]
+    arrays = [
+        draw_symbols(i, k, n, 1.0) for i, (n, k) in enumerate(zip(sizes, alphabets, strict=True))
+    ]
+    tables = [tabulate(a, k) for a, k in zip(arrays, alphabets, strict=True)]
+    streams = rans.encode_many(arrays, tables)
+    assert streams == [rans.encode(a, f) for a, f in zip(arrays, tables, strict=True)]
+    decoded = rans.decode_many(streams, tables, sizes)
+    assert all(map(np.array_equal, decoded, arrays))
+    assert all(found.dtype == np.int16 for found in decoded)
+    assert rans.encode_many([], []) == rans.decode_many([], [], []) == []
+    for damaged in range(1, len(sizes)):
+        cut = [s[:-2] if i == damaged else s for i, s in enumerate(streams)]
+        with pytest.raises(ArtifactError):
+            rans.decode_many(cut, tables, sizes)
+
+
+def test_more_streams_than_are_decoded_at_once() -> None:
+    arrays = [draw_symbols(i, 4, i % 7, 1.0) for i in range(600)]
+    tables = [tabulate(a, 4) for a in arrays]
+    decoded = rans.decode_many(rans.encode_many(arrays, tables), tables, [a.size for a in arrays])
+    assert all(map(np.array_equal, decoded, arrays))
+
+
 def test_stream_layout() -> None:
     # Two equal halves: a state doubles for every symbol, so the sixteenth of a lane moves a word.
     freqs = np.array([TOTAL // 2, TOTAL // 2])
@@ -118,7 +144,7 @@ def test_truncated_or_longer_stream_is_refused(case: tuple[np.ndarray, int], cut
         rans.decode(data[: cut % len(data)], freqs, symbols.size)
     with pytest.raises(ArtifactError):
         rans.decode(data + b"\0", freqs, symbols.size)
-    with pytest.raises(ArtifactError, match=r"2 bytes after|ends in|end in"):
+    with pytest.raises(ArtifactError, match=r"bytes after|end in"):
         rans.decode(data + b"\0\0", freqs, symbols.size)
 
 

@@ -47,6 +47,7 @@ def case(tiny_run: TinyRun, runtime: Runtime) -> Case:
         data=load_data(tiny_run.data),
         scores=scores,
         runtime=runtime,
+        spent_seconds={"train": 8.0, "calibrate": 1.5},
         code_tokens=1500,
     )
 
@@ -248,3 +249,12 @@ def test_scores_of_another_artifact_are_refused(
     folder.score_file("plain").write_text(json.dumps(stored | {"artifact_sha256": "0" * 64}))
     with pytest.raises(RunError, match="another artifact"):
         pipeline.audit_run(folder, runtime)
+
+
+def test_time_with_training_text_is_training_time(case: Case) -> None:
+    for budget, verdict in ((10.0, PASS), (9.45, PASS), (9.0, FAIL), (0.0, PASS)):
+        part = dataclasses.replace(case.recipe.train, budget_seconds=budget, budget_steps=30)
+        recipe = dataclasses.replace(case.recipe, train=part)
+        finding = rules.data_time(dataclasses.replace(case, recipe=recipe))
+        assert finding.verdict == verdict, budget
+        assert "calibrate 1.5" in finding.summary

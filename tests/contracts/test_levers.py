@@ -21,7 +21,7 @@ from lever_stacks import (
     stack_with,
     stack_without,
 )
-from underpar import pipeline
+from underpar import packing, pipeline
 from underpar.build import build_model, resolve_levers
 from underpar.data.loader import Batch
 from underpar.infer.predictor import Predictor
@@ -92,7 +92,7 @@ def train_pack_score(
     data = data_for(recipe)
     folder = RunFolder(path / "run")
     assert pipeline.train_run(recipe, data, folder, runtime)
-    pipeline.pack_run(folder)
+    packing.pack_run(folder)
     score = pipeline.score_artifact(folder.artifact_file, data, runtime).score
     assert np.isfinite(score.bpb)
     assert set(folder.read_recipe().levers) >= {lever_of(name) for name in names}

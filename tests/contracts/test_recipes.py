@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lever_stacks import CPU, batch_of, randomized
-from underpar import pipeline
+from underpar import packing, pipeline
 from underpar.build import build_model, plug_levers, resolve_levers, weight_shapes
 from underpar.data.folder import load_data
 from underpar.infer.predictor import Predictor
@@ -131,7 +131,7 @@ def test_cpu_size_learns_and_fits(
     folder = trained[0].folder
     losses = [m["loss"] for m in folder.metrics()]
     assert losses[-1] < losses[0]
-    assert pipeline.pack_run(folder).total_bytes <= folder.read_recipe().limits.cap_bytes
+    assert packing.pack_run(folder).total_bytes <= folder.read_recipe().limits.cap_bytes
 
 
 @pytest.mark.parametrize("name", list(NUM_PARAMETERS))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tiny import TinyRun
-from underpar import pipeline
+from underpar import packing, pipeline
 from underpar.codec.stream import code_documents
 from underpar.data.folder import load_data
 from underpar.recipe import Recipe
@@ -28,7 +28,7 @@ def test_training_packs_and_scores(
     assert pipeline.train_run(tiny_recipe, tiny_data, folder, gpu)
     losses = [m["loss"] for m in folder.metrics()]
     assert losses[-1] < losses[0] - 1
-    pipeline.pack_run(folder)
+    packing.pack_run(folder)
     for adapt in (False, True):
         assert pipeline.score_artifact(folder.artifact_file, tiny_data, gpu, adapt).score.bpb < 6
     assert pipeline.audit_run(folder, gpu)[0] == "pass"

@@ -11,6 +11,7 @@ from hypothesis.extra import numpy as hnp
 
 from underpar.quant.allocate import (
     LEAST,
+    Layout,
     Sensitivity,
     Steps,
     allocate,
@@ -27,7 +28,8 @@ from underpar.quant.allocate import (
 )
 from underpar.quant.calibration import HEAD, Calibration
 from underpar.quant.fisher import Fisher
-from underpar.quant.schemes import parse_scheme, quantize
+from underpar.quant.rounding import quantize
+from underpar.quant.schemes import parse_scheme
 
 POSITIVE = st.floats(1e-12, 1e6)
 VECTORS = hnp.arrays(np.float64, st.integers(1, 12), elements=POSITIVE)
@@ -231,12 +233,13 @@ def test_a_constant_for_every_rate(bits: float, rows: bool, columns: bool) -> No
         for name, w in weights.items()
     }
     wanted = bits * sum(w.size for w in weights.values())
-    constant = constant_for(weights, own, wanted, rows, columns)
+    constant = constant_for(weights, own, wanted, Layout(rows, columns))
     total = 0.0
     for name, weight in weights.items():
         steps = np.outer(*spread(own[name], constant, rows, columns))
         scales = deviations(weight)
-        total += gaussian_bits(steps[scales > 0] / scales[scales > 0]).sum()
+        ratios = steps[scales > 0] / scales[scales > 0]
+        total += gaussian_bits(ratios * (1 + ratios**2 / 12)).sum()
     assert total == pytest.approx(wanted, rel=0.01)
 
 

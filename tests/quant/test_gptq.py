@@ -1,6 +1,7 @@
 """GPTQ: what must hold of any solve, with and without a trellis, and what it gains."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,13 +10,27 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from underpar.errors import ArtifactError, RecipeError
-from underpar.quant import trellis
-from underpar.quant.gptq import Options, damp, factor_inverse, round_to_nearest, solve
+from underpar.quant import gptq, trellis
+from underpar.quant.gptq import (
+    Inverse,
+    Options,
+    Solution,
+    damp,
+    factor_inverse,
+    invert,
+    round_to_nearest,
+)
 from underpar.quant.trellis import LARGEST_CODE
 
 STEP = 12.85 / 31
-SOLVERS = [Options(), Options(act_order=True), Options(num_states=8)]
-SOLVER_IDS = ["natural", "act_order", "trellis"]
+SOLVERS = [
+    Options(),
+    Options(act_order=True),
+    Options(num_states=8),
+    Options(weigh_bits=True),
+    Options(num_states=8, weigh_bits=True),
+]
+SOLVER_IDS = ["natural", "act_order", "trellis", "thrifty", "thrifty-trellis"]
 
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -38,6 +53,10 @@ def two_cholesky_factor(hessian: Tensor) -> Tensor:
     """As in the paper: invert, then factor the inverse."""
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian))
     return torch.linalg.cholesky(inverse, upper=True)
+
+
+def solve(weight: Tensor, hessian: Tensor, steps: Tensor, options: Options) -> Solution:
+    return gptq.solve(weight, invert(hessian, options), steps, options)
 
 
 def steps_of_shape(kind: str, rows: int, cols: int) -> Tensor:
@@ -153,8 +172,7 @@ def test_the_errors_sum_to_the_loss(options: Options, kind: str) -> None:
 def test_the_block_only_schedules(options: Options) -> None:
     weight, hessian = draw(60, 200, dtype=torch.float64), hessian_of(200)
     steps = torch.full((60, 1), STEP)
-    fields = {"act_order": options.act_order, "num_states": options.num_states}
-    whole, *others = (Options(block=block, **fields) for block in (200, 32, 128, 1))
+    whole, *others = (replace(options, block=block) for block in (200, 32, 128, 1))
     expected = solve(weight, hessian, steps, whole)
     single = solve(weight.float(), hessian.float(), steps, whole)
     for other in others:
@@ -227,6 +245,26 @@ def test_integers_stay_within_their_limit(num_states: int, limit: int) -> None:
     assert trellis.is_legal(codes.numpy(), num_states)
 
 
+def test_columns_may_have_limits_of_their_own() -> None:
+    weight, hessian, steps = 3 * draw(30, 40), hessian_of(40).float(), torch.full((1, 1), STEP)
+    options = Options(act_order=True, limit=5)
+    inverse = invert(hessian, options)
+    expected = gptq.solve(weight, inverse, steps, options)
+    same = gptq.solve(weight, inverse, steps, options, torch.full((40,), 5))
+    assert torch.equal(same.codes, expected.codes) and torch.equal(same.loss, expected.loss)
+    limits = torch.where(torch.arange(40) % 3 == 0, 9, 2)
+    codes = gptq.solve(weight, inverse, steps, options, limits).codes
+    assert torch.equal(codes.abs().amax(dim=0), limits.to(torch.int16))
+
+
+def test_a_factor_serves_many_solves() -> None:
+    hessians = torch.stack([hessian_of(30, seed) for seed in range(2)])
+    inverses = [invert(own, Options(act_order=True)) for own in hessians]
+    together, stacked = invert(hessians, Options(act_order=True)), Inverse.stack(inverses)
+    for part in ("factor", "order", "dead"):
+        assert torch.equal(getattr(stacked, part), getattr(together, part))
+
+
 def test_a_gradient_is_not_followed() -> None:
     weight = torch.nn.Parameter(draw(4, 8))
     assert not solve(weight, torch.eye(8), torch.ones(1, 1), Options()).loss.requires_grad
@@ -261,6 +299,43 @@ def test_gains_on_a_falling_spectrum() -> None:
     assert scalar.loss.item() < 0.8 * nearest
     assert abs(rate_bits(coded.codes, True) - rate_bits(scalar.codes, False)) < 0.01
     assert coded.loss.item() < 0.81 * scalar.loss.item()
+
+
+def test_weighing_bits_costs_less_of_both() -> None:
+    weight, hessian, steps = draw(256, 256), hessian_of(256).float(), torch.full((256, 1), 1.5)
+    for num_states in (1, 8):
+        plain = solve(weight, hessian, steps / min(num_states, 2), Options(num_states=num_states))
+        options = Options(num_states=num_states, weigh_bits=True)
+        thrifty = solve(weight, hessian, 0.9 * steps / min(num_states, 2), options)
+        assert rate_bits(thrifty.codes, num_states > 1) < rate_bits(plain.codes, num_states > 1)
+        assert thrifty.loss.item() < 0.95 * plain.loss.item()
+
+
+@pytest.mark.parametrize("num_states", [1, 8])
+def test_only_coarse_rows_mind_their_bits(num_states: int) -> None:
+    weight, hessian = draw(60, 200), hessian_of(200, power=1.5).float()
+    steps = torch.full((60, 1), 0.01)
+    steps[:20] = 8.0
+    plain, thrifty = (
+        solve(weight, hessian, steps, Options(num_states=num_states, weigh_bits=weigh)).codes
+        for weigh in (False, True)
+    )
+    # Feedback gives coarse rows integers that are not worth their bits.
+    assert 10 * thrifty[:20].count_nonzero() < plain[:20].count_nonzero()
+    assert (plain[20:] == thrifty[20:]).float().mean() > (0.97 if num_states == 1 else 0.85)
+    assert (plain[20:] - thrifty[20:]).abs().max() <= 4
+
+
+@pytest.mark.parametrize("num_states", [1, 8])
+def test_empty_rows_and_columns_stay_empty_where_bits_are_weighed(num_states: int) -> None:
+    weight = draw(12, 40)
+    weight[3], weight[:, 5] = 0, 0
+    options = Options(num_states=num_states, weigh_bits=True)
+    solution = solve(weight, hessian_of(40).float(), torch.full((1, 1), STEP), options)
+    assert solution.loss.isfinite()
+    assert not solution.codes[3].any() and solution.codes.any()
+    silent = solve(torch.zeros(4, 40), hessian_of(40).float(), torch.ones(1, 1), options)
+    assert not silent.codes.any() and silent.loss == 0
 
 
 @pytest.mark.gpu

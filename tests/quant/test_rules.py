@@ -3,10 +3,13 @@
 import numpy as np
 import pytest
 
-from underpar.build import weight_shapes
+from underpar.build import build_model, weight_shapes
 from underpar.errors import RecipeError
-from underpar.quant.rules import match_rules, quantize_model
-from underpar.recipe import list_recipes, load_recipe
+from underpar.quant.calibration import sites_of
+from underpar.quant.rules import CALIBRATED, check_rules, match_rules, quantize_model
+from underpar.recipe import Recipe, list_recipes, load_recipe
+
+QUERY = "blocks.0.attn.q.weight"
 
 
 def test_the_first_fitting_rule_decides() -> None:
@@ -24,8 +27,40 @@ def test_shipped_rules_cover_every_tensor(name: str) -> None:
     recipe = load_recipe(name)
     shapes = weight_shapes(recipe)
     assert set(match_rules(list(shapes), recipe.quant.rules)) == set(shapes)
+    check_rules(shapes, recipe.quant.rules)
 
 
 def test_tensors_come_in_name_order() -> None:
     weights = {name: np.ones((2, 2), np.float32) for name in ("b", "a")}
     assert list(quantize_model(weights, ["* int4"])) == ["a", "b"]
+
+
+def test_calibrated_names_are_those_whose_inputs_are_summed(tiny_recipe: Recipe) -> None:
+    model = build_model(tiny_recipe)
+    summed = {name for names in sites_of(model).values() for name in names}
+    assert {name for name in model.state_dict() if CALIBRATED.fullmatch(name)} == summed
+
+
+@pytest.mark.parametrize("scheme", ["gptq6:12", "gptq7:14+awq", "grid8+columns"])
+def test_schemes_that_need_inputs_are_for_calibrated_matrices(scheme: str) -> None:
+    shapes: dict[str, tuple[int, ...]] = {QUERY: (4, 4), "blocks.0.gate.weight": (4, 4)}
+    check_rules(shapes, [f"*.attn.* {scheme}", "* fp16"])
+    with pytest.raises(RecipeError, match=r"'blocks\.0\.gate\.weight'.*not calib.*use intB:k") as e:
+        check_rules(shapes, [f"* {scheme}"])
+    assert scheme in str(e.value) and "\n" not in str(e.value)
+    with pytest.raises(RecipeError, match=r"shape \(4,\).*expected a matrix"):
+        check_rules({QUERY: (4,)}, [f"* {scheme}"])
+
+
+def test_runs_must_fill_rows() -> None:
+    shapes: dict[str, tuple[int, ...]] = {"a": (4, 6), "s": ()}
+    check_rules(shapes, ["a ternary:3", "s ternary:1"])
+    for name, row in (("a", 6), ("s", 1)):
+        with pytest.raises(RecipeError, match=rf"ternary:4 for '{name}'.*a divisor of {row}"):
+            check_rules({name: shapes[name]}, ["* ternary:4"])
+
+
+def test_without_a_calibration_nothing_is_solved() -> None:
+    weights = {QUERY: np.ones((2, 2), np.float32)}
+    with pytest.raises(RecipeError, match=r"grid8 for 'blocks.*needs a calibration.*use intB:k"):
+        quantize_model(weights, ["* grid8"])

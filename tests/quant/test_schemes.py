@@ -1,85 +1,98 @@
-"""Quantization: the scale rule's invariants."""
+"""Schemes: what their names say, how much they store, and what stored numbers stand for."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 
-from underpar.errors import ArtifactError, RecipeError
-from underpar.quant.schemes import Scheme, dequantize, parse_scheme, quantize
+from underpar.errors import RecipeError
+from underpar.quant.lowrank import Factor, LowRank
+from underpar.quant.schemes import QuantizedTensor, Scheme, dequantize, parse_scheme, steps_of
 
-WEIGHTS = hnp.arrays(
-    np.float32,
-    hnp.array_shapes(min_dims=1, max_dims=2, max_side=9),
-    elements=st.floats(-100, 100, width=32),
-)
-SCHEMES = st.sampled_from(["fp16", "int8", "int6", "int6:12.85", "int2", "int5:6"])
-
-
-@settings(max_examples=200, deadline=None)
-@given(WEIGHTS, SCHEMES)
-def test_dequantizing_is_finite_and_repeats(weight: np.ndarray, text: str) -> None:
-    scheme = parse_scheme(text)
-    tensor = quantize(weight, scheme)
-    restored = dequantize(tensor)
-    assert restored.shape == weight.shape
-    assert np.isfinite(restored).all()
-    if tensor.codes is not None:
-        assert (tensor.steps > 0).all()
-        assert np.abs(tensor.codes.astype(int)).max() <= scheme.limit
+NAMES = [
+    *("fp16", "int6", "int7:14", "int6:12.85", "int6:12.8512345", "clip6", "gptq6:12.85", "gptq7"),
+    *("gptq7:14+awq", "ternary:128", "grid1", "grid8", "grid64+columns"),
+]
+ODD = [
+    *("int9", "int1", "int", "float", "int6:x", "int6:-1", "int6:inf", "int6:1000", "clip6:3"),
+    *("int6+awq", "clip6+awq", "gptq9:3", "gptq", "ternary", "ternary:0", "ternary:1000000"),
+    *("grid", "grid2", "grid8+rows", "grid8+awq", "", "fp16:2", "gptq7:14+awq+awq"),
+]
 
 
-@pytest.mark.parametrize("text", ["int8", "int6:12.85"])
-def test_zero_and_constant_rows(text: str) -> None:
-    weight = np.array([[0.0] * 5, [1.0] * 5], dtype=np.float32)
-    tensor = quantize(weight, parse_scheme(text))
-    assert (dequantize(tensor)[0] == 0).all()
-    assert (tensor.steps > 0).all()
-
-
-def test_the_largest_value_survives_without_sigmas() -> None:
-    weight = np.random.default_rng(0).standard_normal((6, 50)).astype(np.float32)
-    error = np.abs(dequantize(quantize(weight, Scheme(8))) - weight).max(axis=1)
-    assert (error <= np.abs(weight).max(axis=1) / 127 * 0.51).all()
-
-
-@pytest.mark.parametrize("power", [-3, 4])
-def test_a_power_of_two_leaves_the_codes(power: int) -> None:
-    weight = np.random.default_rng(1).standard_normal((4, 64)).astype(np.float32)
-    scheme = parse_scheme("int6:12.85")
-    ours, scaled = quantize(weight, scheme), quantize(weight * 2.0**power, scheme)
-    np.testing.assert_array_equal(ours.codes, scaled.codes)
-
-
-def test_entropy_and_error_of_gaussian_rows() -> None:
-    weight = np.random.default_rng(2).standard_normal((256, 4096)).astype(np.float32)
-    tensor = quantize(weight, parse_scheme("int6:12.85"))
-    assert tensor.codes is not None
-    share = np.bincount(tensor.codes.reshape(-1).astype(int) + 31) / tensor.codes.size
-    share = share[share > 0]
-    assert -(share * np.log2(share)).sum() == pytest.approx(3.328, abs=0.003)
-    assert ((dequantize(tensor) - weight) ** 2).mean() == pytest.approx(0.0143, rel=0.01)
-    assert np.abs(tensor.codes.astype(int)).max() < 31
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_diverged_run_cannot_be_packed(bad: float) -> None:
-    with pytest.raises(ArtifactError, match="NaN or infinite"):
-        quantize(np.array([[1.0, bad]], dtype=np.float32), Scheme(6))
-
-
-def test_halves_that_overflow_are_refused() -> None:
-    with pytest.raises(ArtifactError, match="too large for fp16"):
-        quantize(np.array([1e6], dtype=np.float32), Scheme())
-
-
-@pytest.mark.parametrize("text", ["int9", "int1", "int", "float", "int6:x", "int6:-1", "int6:inf"])
-def test_unknown_schemes_are_named(text: str) -> None:
-    with pytest.raises(RecipeError, match=text):
-        parse_scheme(text)
-
-
-@pytest.mark.parametrize("text", ["fp16", "int6", "int7:14", "int6:12.85", "int6:12.8512345"])
+@pytest.mark.parametrize("text", NAMES)
 def test_schemes_print_as_they_are_read(text: str) -> None:
     assert str(parse_scheme(text)) == text
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.sampled_from(["int", "gptq"]), st.integers(2, 8), st.floats(0.001, 999))
+def test_every_width_survives_its_name(form: str, bits: int, sigmas: float) -> None:
+    scheme = Scheme(bits, sigmas, form)
+    assert parse_scheme(str(scheme)) == scheme
+
+
+@pytest.mark.parametrize("text", ODD)
+def test_unknown_schemes_are_named(text: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        parse_scheme(text)
+    assert repr(text) in str(caught.value) and "expected fp16" in str(caught.value)
+
+
+@pytest.mark.parametrize("text", NAMES)
+def test_only_some_need_inputs(text: str) -> None:
+    assert parse_scheme(text).calibrated == text.startswith(("gptq", "grid"))
+
+
+@pytest.mark.parametrize(
+    ("text", "shape", "halves", "indices"),
+    [
+        ("fp16", (4, 6), 24, 0),
+        ("fp16", (), 1, 0),
+        ("int6:12", (4, 6), 4, 0),
+        ("int8", (6,), 1, 0),
+        ("clip6", (4, 6), 4, 0),
+        ("gptq6:12", (4, 6), 4, 0),
+        ("gptq6:12+awq", (4, 6), 4, 6),
+        ("ternary:3", (4, 6), 8, 0),
+        ("grid8", (4, 6), 0, 4),
+        ("grid8+columns", (4, 6), 0, 10),
+    ],
+)
+def test_what_is_stored_beside_the_integers(
+    text: str, shape: tuple[int, ...], halves: int, indices: int
+) -> None:
+    scheme = parse_scheme(text)
+    assert scheme.num_halves(shape) == halves
+    assert scheme.num_indices(shape) == indices
+
+
+def indices(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int16)
+
+
+def test_integers_stand_for_multiples_of_their_steps() -> None:
+    codes = np.array([[1, -2, 3], [0, 127, -7]], dtype=np.int8)
+    halves = np.array([0.5, 0.25], dtype=np.float16)
+    plain = QuantizedTensor((2, 3), parse_scheme("gptq7:14"), halves, codes)
+    assert dequantize(plain).tolist() == [[0.5, -1.0, 1.5], [0, 31.75, -1.75]]
+    finer = QuantizedTensor((2, 3), parse_scheme("gptq7:14+awq"), halves, codes, indices(0, -16, 0))
+    assert dequantize(finer).tolist() == [[0.5, -0.5, 1.5], [0, 15.875, -1.75]]
+    grid = QuantizedTensor((2, 3), parse_scheme("grid1"), indices(16, -16), codes)
+    assert dequantize(grid).tolist() == [[2, -4, 6], [0, 63.5, -3.5]]
+    assert steps_of(grid).shape == (2, 1)
+    both = QuantizedTensor(
+        (2, 3), parse_scheme("grid1+columns"), indices(16, -16), codes, indices(0, 16, -32)
+    )
+    assert dequantize(both).tolist() == [[2, -8, 1.5], [0, 127, -0.875]]
+
+
+def test_a_correction_is_added() -> None:
+    codes = np.zeros((2, 3), dtype=np.int8)
+    left = Factor(np.array([[1], [-2]], dtype=np.int8), indices(0), 64)
+    right = Factor(np.array([[3, 0, 1]], dtype=np.int8), indices(-16), 64)
+    steps = np.ones(2, dtype=np.float16)
+    tensor = QuantizedTensor(
+        (2, 3), parse_scheme("int6"), steps, codes, correction=LowRank(left, right)
+    )
+    assert dequantize(tensor).tolist() == [[1.5, 0, 0.5], [-3, 0, -1]]

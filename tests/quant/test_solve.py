@@ -1,28 +1,37 @@
 """Schemes that need a calibration: what they store, and that it is close where errors cost."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from underpar.errors import ArtifactError, RecipeError
-from underpar.quant import trellis
+from underpar.quant import gptq, solve, trellis
 from underpar.quant.allocate import Sensitivity
 from underpar.quant.calibration import Calibration
-from underpar.quant.rules import check_rules, quantize_model
-from underpar.quant.schemes import dequantize, parse_scheme, quantize
+from underpar.quant.rounding import quantize
+from underpar.quant.rules import quantize_model
+from underpar.quant.schemes import QuantizedTensor, dequantize, parse_scheme, steps_of
 from underpar.quant.solve import Solver
 
+CPU = torch.device("cpu")
 NAME = "blocks.0.attn.q.weight"
+KEYS = ["blocks.0.attn.k.weight", "blocks.0.attn.v.weight", "blocks.1.attn.k.weight"]
 ROWS, COLS = 24, 48
+
+
+def draw_inputs(seed: int) -> torch.Tensor:
+    """Correlated, with columns of unlike size."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = torch.randn(4096, COLS, generator=generator)
+    mix = torch.randn(COLS, COLS, generator=generator) / (1 + torch.arange(COLS))[:, None]
+    return draw @ mix
 
 
 @pytest.fixture(scope="module")
 def inputs() -> torch.Tensor:
-    """Correlated, with columns of unlike size."""
-    generator = torch.Generator().manual_seed(0)
-    draw = torch.randn(4096, COLS, generator=generator)
-    mix = torch.randn(COLS, COLS, generator=generator) / (1 + torch.arange(COLS))[:, None]
-    return draw @ mix
+    return draw_inputs(0)
 
 
 @pytest.fixture(scope="module")
@@ -31,10 +40,28 @@ def weight() -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def solver(inputs: torch.Tensor) -> Solver:
-    calibration = Calibration({NAME: inputs.T @ inputs}, {NAME: len(inputs)}, len(inputs))
-    costs = Sensitivity(np.geomspace(1.0, 16.0, ROWS), np.ones(COLS))
-    return Solver(calibration, {NAME: costs}, 0.4, torch.device("cpu"))
+def weights(weight: np.ndarray) -> dict[str, np.ndarray]:
+    """One matrix, and three of another shape."""
+    rng = np.random.default_rng(2)
+    others = {name: rng.standard_normal((8, COLS)).astype(np.float32) for name in KEYS}
+    return {NAME: weight, **others}
+
+
+@pytest.fixture
+def solver(inputs: torch.Tensor, weights: dict[str, np.ndarray]) -> Solver:
+    """The first block's matrices share a Hessian."""
+    shared, other = (x.T @ x for x in (inputs, draw_inputs(1)))
+    hessians = dict.fromkeys(weights, shared) | {KEYS[-1]: other}
+    calibration = Calibration(hessians, dict.fromkeys(weights, len(inputs)), len(inputs))
+    costs = {
+        name: Sensitivity(np.geomspace(1.0, 16.0, len(own)), np.ones(COLS))
+        for name, own in weights.items()
+    }
+    return Solver(calibration, costs, 0.4, CPU)
+
+
+def solve_one(solver: Solver, weight: np.ndarray, scheme: str) -> QuantizedTensor:
+    return solver.solve({NAME: weight}, {NAME: parse_scheme(scheme)})[NAME]
 
 
 def loss_of(error: np.ndarray, inputs: torch.Tensor) -> float:
@@ -45,13 +72,14 @@ def loss_of(error: np.ndarray, inputs: torch.Tensor) -> float:
 def test_grids_have_steps_by_what_errors_cost(
     scheme: str, weight: np.ndarray, solver: Solver
 ) -> None:
-    tensor = solver.solve(NAME, weight, parse_scheme(scheme))
-    assert tensor.codes is not None and str(tensor.scheme) == scheme
+    tensor = solve_one(solver, weight, scheme)
+    assert tensor.codes is not None and tensor.codes.dtype == np.int16
+    assert str(tensor.scheme) == scheme
     # A row that costs 16 times as much is rounded four times as finely: two octaves.
     assert tensor.steps[0] - tensor.steps[-1] == 32
     assert (tensor.columns is None) == ("columns" not in scheme)
     if tensor.scheme.states > 1:
-        assert trellis.is_legal(torch.from_numpy(tensor.codes), tensor.scheme.states)
+        assert trellis.is_legal(tensor.codes, tensor.scheme.states)
     assert np.abs(dequantize(tensor) - weight).max() < 4
 
 
@@ -59,31 +87,160 @@ def test_feedback_costs_less_on_the_inputs_in_the_form_of_rounding(
     weight: np.ndarray, solver: Solver, inputs: torch.Tensor
 ) -> None:
     rounded = quantize(weight, parse_scheme("int6:12.85"))
-    solved = solver.solve(NAME, weight, parse_scheme("gptq6:12.85"))
+    solved = solve_one(solver, weight, "gptq6:12.85")
     assert solved.steps.tobytes() == rounded.steps.tobytes()
     assert solved.codes is not None and solved.codes.dtype == np.int8
     losses = [loss_of(dequantize(t) - weight, inputs) for t in (solved, rounded)]
     assert losses[0] < 0.8 * losses[1]
 
 
+def test_bits_are_weighed_in_grids_alone(weight: np.ndarray, solver: Solver) -> None:
+    coarse = replace(solver, constant=2.0)
+    heedless = replace(coarse, weigh_bits=False)
+    for scheme, differs in (("grid1", True), ("grid8", True), ("gptq6:12.85", False)):
+        thrifty, plain = (solve_one(s, weight, scheme).codes for s in (coarse, heedless))
+        assert thrifty is not None and plain is not None
+        assert (np.abs(thrifty).sum() < np.abs(plain).sum()) == differs
+        assert np.array_equal(thrifty, plain) != differs
+
+
+@pytest.mark.parametrize("scheme", ["grid1", "grid8+columns", "gptq6:12.85", "gptq6:12.85+awq"])
+def test_a_batch_is_solved_as_its_matrices(
+    scheme: str,
+    solver: Solver,
+    weights: dict[str, np.ndarray],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    solver = replace(solver, protected={KEYS[1]: np.arange(COLS) < 16})
+    schemes = dict.fromkeys(weights, parse_scheme(scheme))
+    alone = solver.solve(weights, schemes)
+    sizes: list[int] = []
+    original = gptq.solve
+
+    def count(weight: torch.Tensor, *rest: object) -> gptq.Solution:
+        sizes.append(len(weight))
+        return original(weight, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(gptq, "solve", count)
+    monkeypatch.setattr(solve, "BATCH_BYTES", {"cpu": 1 << 30})
+    done: list[str] = []
+    together = solver.solve(weights, schemes, done.append)
+    assert sorted(sizes) == [1, 3] and sorted(done) == sorted(weights)
+    assert list(together) == list(weights)
+    for name, tensor in together.items():
+        # Bit for bit, in fp32.
+        assert np.array_equal(tensor.codes, alone[name].codes)
+        assert np.array_equal(steps_of(tensor), steps_of(alone[name]))
+
+
+@pytest.mark.parametrize(("matrices", "sizes"), [(0, [1, 1, 1]), (2, [2, 1]), (9, [3])])
+def test_the_memory_of_a_batch_is_bounded(
+    matrices: int, sizes: list[int], solver: Solver, weights: dict[str, np.ndarray]
+) -> None:
+    scheme = parse_scheme("grid8")
+    tasks = [solver._plan(name, weights[name], scheme) for name in KEYS]
+    each = 8 * COLS * (solve.WEIGHT_BYTES + 8 * solve.STATE_BYTES)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(solve, "BATCH_BYTES", {"cpu": matrices * each})
+        assert [len(batch) for batch in solver._batches(tasks)] == sizes
+
+
+def test_a_hessian_is_factored_once(
+    solver: Solver, weights: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orders: list[bool] = []
+    original = gptq.invert
+
+    def count(hessian: torch.Tensor, options: gptq.Options) -> gptq.Inverse:
+        orders.append(options.act_order)
+        return original(hessian, options)
+
+    monkeypatch.setattr(gptq, "invert", count)
+    schemes = dict.fromkeys(weights, parse_scheme("grid4"))
+    coarse = solver.solve(weights, schemes)
+    fine = replace(solver, constant=0.1).solve(weights, schemes)
+    assert orders == [False, False]
+    assert all((fine[name].steps < coarse[name].steps).all() for name in weights)
+    solver.solve(weights, dict.fromkeys(weights, parse_scheme("gptq6:12.85")))
+    assert orders == [False, False, True, True]
+    # What the factor depends on is not shared.
+    damped = replace(solver, damping=0.1).solve(weights, schemes)
+    assert orders == [False, False, True, True, False, False]
+    assert any(not np.array_equal(damped[name].codes, coarse[name].codes) for name in weights)
+
+
+# Columns with finer steps.
+
+
+def test_without_protected_columns_the_solve_is_the_plain_one(
+    weight: np.ndarray, solver: Solver
+) -> None:
+    plain = solve_one(solver, weight, "gptq6:12.85")
+    for none in ({}, {NAME: np.zeros(COLS, dtype=bool)}):
+        tensor = solve_one(replace(solver, protected=none), weight, "gptq6:12.85+awq")
+        assert np.array_equal(tensor.codes, plain.codes)
+        assert tensor.columns is not None and not tensor.columns.any()
+        assert dequantize(tensor).tobytes() == dequantize(plain).tobytes()
+
+
+def test_protected_columns_are_an_octave_finer(weight: np.ndarray, solver: Solver) -> None:
+    chosen = np.arange(COLS) // 16 == 1
+    weight = weight.copy()
+    weight[:, chosen] *= 40
+    # Inputs that know nothing of one another: every column is rounded to nearest.
+    white = replace(solver.calibration, hessians={NAME: torch.eye(COLS)})
+    own = replace(solver, calibration=white, protected={NAME: chosen})
+    tensor, plain = (solve_one(own, weight, s) for s in ("gptq4:0.2+awq", "gptq4:0.2"))
+    assert tensor.codes is not None and plain.codes is not None and tensor.columns is not None
+    assert np.array_equal(tensor.columns, np.where(chosen, -16, 0))
+    assert np.array_equal(steps_of(tensor), steps_of(plain) * np.where(chosen, 0.5, 1))
+    assert np.array_equal(tensor.codes[:, ~chosen], plain.codes[:, ~chosen])
+    finer = np.rint(weight / steps_of(tensor))[:, chosen].clip(-127, 127)
+    assert np.array_equal(tensor.codes[:, chosen], finer)
+    assert np.abs(plain.codes).max() == 7 and np.abs(tensor.codes).max() == 127
+
+
+def test_protecting_columns_costs_less_on_the_inputs(
+    weight: np.ndarray, solver: Solver, inputs: torch.Tensor
+) -> None:
+    chosen = inputs.square().sum(0).argsort(descending=True).numpy()[:16]
+    protected = np.isin(np.arange(COLS), chosen)
+    tensors = (
+        solve_one(replace(solver, protected={NAME: own}), weight, "gptq6:12.85+awq")
+        for own in (protected, np.zeros_like(protected))
+    )
+    finer, plain = (loss_of(dequantize(t) - weight, inputs) for t in tensors)
+    assert finer < plain
+
+
+# What is refused.
+
+
 def test_what_cannot_be_solved_is_refused(weight: np.ndarray, solver: Solver) -> None:
-    with pytest.raises(RecipeError, match=r"grid8.*needs a calibration"):
-        quantize_model({NAME: weight}, ["* grid8"])
-    # Before anything is trained.
-    with pytest.raises(RecipeError, match=r"gptq6:12.*needs a calibration"):
-        check_rules([NAME], ["* gptq6:12"])
     with pytest.raises(RecipeError, match="not calibrated"):
         quantize_model({"other": weight}, ["* grid8"], solver.solve)
-    with pytest.raises(ArtifactError, match="NaN"):
-        solver.solve(NAME, np.full_like(weight, np.nan), parse_scheme("grid1"))
+    with pytest.raises(ArtifactError, match=r"attn\.q.*NaN"):
+        solve_one(solver, np.full_like(weight, np.nan), "grid1")
 
 
-@pytest.mark.parametrize("text", ["grid2", "grid", "gptq9:3", "gptq", "grid8+rows", "int6:1000"])
-def test_unknown_schemes_are_refused(text: str) -> None:
-    with pytest.raises(RecipeError, match="expected fp16"):
-        parse_scheme(text)
+def test_a_model_is_solved_at_once_beside_what_needs_no_inputs(
+    weights: dict[str, np.ndarray], solver: Solver
+) -> None:
+    rules = ["*.q.weight grid8", "*.k.weight gptq6:12", "* int8"]
+    tensors = quantize_model(weights, rules, solver.solve)
+    assert list(tensors) == sorted(weights)
+    kinds = {name: str(tensor.scheme) for name, tensor in tensors.items()}
+    assert kinds[NAME] == "grid8" and kinds[KEYS[1]] == "int8" and kinds[KEYS[2]] == "gptq6:12"
+    assert np.array_equal(tensors[NAME].codes, solve_one(solver, weights[NAME], "grid8").codes)
 
 
-@pytest.mark.parametrize("text", ["gptq6:12.85", "gptq7", "grid1", "grid64+columns", "int6:12"])
-def test_a_scheme_is_what_it_says(text: str) -> None:
-    assert str(parse_scheme(text)) == text
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", ["grid8+columns", "gptq6:12.85+awq"])
+def test_devices_agree_on_a_model(
+    scheme: str, solver: Solver, weights: dict[str, np.ndarray]
+) -> None:
+    schemes = dict.fromkeys(weights, parse_scheme(scheme))
+    here = solver.solve(weights, schemes)
+    there = replace(solver, device=torch.device("cuda")).solve(weights, schemes)
+    for name in weights:
+        assert np.mean(here[name].codes == there[name].codes) >= 0.999

@@ -11,7 +11,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from underpar import pipeline
+from underpar import packing, pipeline
 from underpar.errors import RunError
 from underpar.recipe import load_recipe
 from underpar.report.results import COLUMNS, main, read_result, write_results
@@ -34,7 +34,7 @@ def seeds(
     for folder, seed in zip(folders, (7, 1), strict=True):
         recipe = load_recipe("baseline+cpu", [*SETS, f"train.seed={seed}"])
         assert pipeline.train_run(recipe, tiny_data, folder, runtime)
-    pipeline.pack_run(folders[0])
+    packing.pack_run(folders[0])
     pipeline.score_artifact(folders[0].artifact_file, tiny_data, runtime)
     return folders
 

@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from tiny import TinyRun
 from underpar.recipe import load_recipe
-from underpar.submit.bundle import bundle, imported_modules, module_closure, strip
+from underpar.submit.bundle import as_literal, bundle, imported_modules, module_closure, strip
 
 SOURCE = '''"""Doc."""
 from typing import TYPE_CHECKING
@@ -60,13 +62,24 @@ def test_a_bundle_carries_the_levers_of_its_recipe() -> None:
     assert bundle(with_lever) == bundle(with_lever)
 
 
+@settings(max_examples=200, deadline=None)
+@given(st.binary())
+@example(bytes(range(256)) * 2)
+@example(b"\x007\\0'\r\n\x1a\x0c\x00")
+def test_any_bytes_can_be_a_literal(data: bytes) -> None:
+    script = f"#coding:latin-1\nvalue = '{as_literal(data)}'.encode('latin-1')".encode("latin-1")
+    found: dict[str, bytes] = {}
+    exec(compile(script, "literal.py", "exec"), found)
+    assert found["value"] == data
+
+
 @pytest.mark.parametrize("adapt", [[], ["adapt"]], ids=["plain", "adapt"])
 def test_the_bundle_scores_from_an_empty_folder(
     tiny_run: TinyRun, tmp_path: Path, adapt: list[str]
 ) -> None:
     script = tmp_path / "score.py"
     script.write_bytes(bundle(tiny_run.recipe))
-    compile(script.read_text(), "score.py", "exec")
+    compile(script.read_bytes(), "score.py", "exec")
     # -v names the files that were imported: the unpacked copy, not the installed package.
     words = [str(script), str(tiny_run.folder.artifact_file.resolve()), str(tiny_run.data), *adapt]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": ""}

@@ -1,12 +1,11 @@
-"""Bells cut into integers: frequency tables for weight codes, and the width of each row and column.
+"""Bells cut into integers: frequency tables for weight codes by the width of their row and column.
 
 An integer n stands for the part of a bell nearest to it. Bells are generalised Gaussians,
 exp(-|x|^exponent), of standard deviation 2^(k / 8), k + 36 being the bucket. In a matrix, row r and
 column j have bucket rows[r] + columns[j], clipped to 0..95; the exponent is common to all.
 
 Frequencies come from integer constants by integer arithmetic: they are the same on every machine.
-The fit weighs code lengths under the very tables against those of the scales themselves (a two-part
-code, Rissanen 1978), so that widths which differ by chance cost nothing.
+How widths are chosen is in bell_fit.py.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -29,8 +27,6 @@ _UNIT_BUCKET = 36
 # Columns are stored without a sign.
 COLUMN_BIAS = NUM_BUCKETS // 2
 
-# An integer beyond its table is an escape and 16 plain bits.
-_ESCAPE_BITS = 16
 # What escapes decode to at first, plus a residue of n; integers that may be coded lie above.
 _ESCAPE = -(1 << 15)
 # Less than a sixteenth of a frequency unit, and an integer is better an escape.
@@ -75,14 +71,6 @@ _TAILS = (
         610, 474,
     ),
 )  # fmt: skip
-
-# Fields of a packed slot; the rank is the lowest.
-VALUE_SHIFT, FREQ_SHIFT, FIELD_MASK = 32, 16, (1 << 16) - 1
-
-# Lengths are whole multiples of 2^-16 bit: their sums are exact, whatever the order.
-_UNITS_PER_BIT = 1 << 16
-# Counts in one product: it stays in the cache and below what a BLAS would give to many threads.
-_COUNTS_AT_ONCE = 1 << 11
 
 
 def _mass_above(exponent: int, bucket: int, half_edge: int) -> int:
@@ -145,15 +133,16 @@ class Scales:
 
     def buckets(self) -> np.ndarray:
         """The bucket (R, C) of every symbol."""
-        return _clip_buckets(self.rows[:, None] + self.columns)
+        return clip_buckets(self.rows[:, None] + self.columns)
 
     def kinds(self) -> list[tuple[int, int]]:
         """Exponent and bucket of all that may occur."""
         sums = np.unique(self.rows)[:, None] + np.unique(self.columns)
-        return [(self.exponent, bucket) for bucket in np.unique(_clip_buckets(sums)).tolist()]
+        return [(self.exponent, bucket) for bucket in np.unique(clip_buckets(sums)).tolist()]
 
 
-def _clip_buckets(sums: np.ndarray) -> np.ndarray:
+def clip_buckets(sums: np.ndarray) -> np.ndarray:
+    """Sums of indices of rows and columns as buckets, 0..95."""
     return np.clip(sums, 0, NUM_BUCKETS - 1)
 
 
@@ -193,13 +182,6 @@ class Book:
         outside = escapes + ((codes & 2 * stride - 1) >> 1)
         return np.where(abs(codes) > limits, outside, inside)
 
-    def pack_slots(self) -> np.ndarray:
-        """What decoding looks up, int64 for every slot of every table: value, frequency, rank."""
-        freqs = self.freqs.astype(np.int64)
-        ranks = np.arange(freqs.sum()) - np.repeat(np.cumsum(freqs) - freqs, freqs)
-        entries = self.values.astype(np.int64) << VALUE_SHIFT | freqs << FREQ_SHIFT
-        return np.repeat(entries, freqs) | ranks
-
     def fill_escapes(self, codes: np.ndarray, escapes: np.ndarray, tables: np.ndarray) -> None:
         """Puts escapes, in C order, in the place of their marks; only true ones are taken."""
         marked = codes < -LARGEST_CODE
@@ -234,97 +216,13 @@ def _build_spread(center: int, bucket: int) -> np.ndarray:
     return rans.quantize_counts(np.array([_mass_of(0, bucket, n, 1) for n in away]))
 
 
-def fit_spread(indices: np.ndarray) -> Spread:
-    """The spread under which the indices (N,) are about shortest."""
-    costs = _price_tables(1)[0]
-    mean = int(indices.sum()) // indices.size
-    found = []
-    for center in (mean, min(mean + 1, NUM_BUCKETS - 1)):
-        counts = np.bincount(abs(indices - center))
-        units = costs[:, : counts.size] @ counts
-        found.append((units.min(), center, int(units.argmin())))
-    return Spread(*min(found)[1:])
+def expect_shifts(steps: np.ndarray | None, num_indices: int) -> np.ndarray:
+    """How far each index (N,) is expected below that of the middle log step.
 
-
-def fit(codes: np.ndarray, stride: int) -> tuple[Scales, float]:
-    """Scales for codes (R, C), and the length in bits of both together, which is about least."""
-    prices = _price_tables(stride)
-    magnitudes = np.minimum(abs(codes.astype(np.int64)), prices.shape[2] - 1)
-    flat = np.zeros(codes.shape[1], dtype=np.int64)
-    rows, _ = _choose_indices(_price_lines(magnitudes, flat, prices[0]))
-    draft, _ = _alternate(magnitudes, rows, prices, 0)
-    keys = draft.buckets() * prices.shape[2] + magnitudes
-    counts = np.bincount(keys.reshape(-1), minlength=prices[0].size).reshape(prices[0].shape)
-    exponent = int((prices * counts).sum(axis=(1, 2)).argmin())
-    fitted, units = _alternate(magnitudes, draft.rows, prices, exponent)
-    rows, units_flat = _choose_indices(_price_lines(magnitudes, flat, prices[exponent]))
-    if units_flat <= units:
-        fitted, units = Scales(exponent, rows, flat), units_flat
-    return fitted, units / _UNITS_PER_BIT
-
-
-def _alternate(
-    magnitudes: np.ndarray, rows: np.ndarray, prices: np.ndarray, exponent: int
-) -> tuple[Scales, float]:
-    """Columns fitted to the rows, then rows to the columns; and the length of all in units."""
-    shifts = rows - COLUMN_BIAS
-    columns, _ = _choose_indices(_price_lines(magnitudes.T, shifts, prices[exponent]))
-    column_units = _price_indices(columns)[columns].sum()
-    columns -= COLUMN_BIAS
-    rows, units = _choose_indices(_price_lines(magnitudes, columns, prices[exponent]))
-    return Scales(exponent, rows, columns), units + float(column_units)
-
-
-def _price_lines(lines: np.ndarray, shifts: np.ndarray, prices: np.ndarray) -> np.ndarray:
-    """Units (N, 96) of each line of magnitudes (N, M) at each index, with shifts (M,) added."""
-    num_lines, width = len(lines), int(lines.max()) + 1
-    values, group = np.unique(shifts, return_inverse=True)
-    buckets = _clip_buckets(np.arange(NUM_BUCKETS)[:, None] + values)
-    priced = prices[buckets, :width].reshape(NUM_BUCKETS, -1).T  # (groups * width, 96)
-    units = np.empty((num_lines, NUM_BUCKETS))
-    step = max(_COUNTS_AT_ONCE // len(priced), 8)
-    depth = _COUNTS_AT_ONCE // step
-    for begin in range(0, num_lines, step):
-        part = lines[begin : begin + step]
-        keys = part + group * width
-        keys += np.arange(len(part))[:, None] * len(priced)
-        flat = np.bincount(keys.ravel(order="K"), minlength=len(part) * len(priced))
-        counts = flat.reshape(len(part), -1)
-        units[begin : begin + step] = sum(
-            counts[:, k : k + depth] @ priced[k : k + depth] for k in range(0, len(priced), depth)
-        )
-    return units
-
-
-def _choose_indices(units: np.ndarray) -> tuple[np.ndarray, float]:
-    """The index (N,) for each line of units (N, 96) and the total, indices included."""
-    indices = units.argmin(axis=1)
-    for _ in range(3):
-        priced = units + _price_indices(indices)
-        indices = priced.argmin(axis=1)
-    return indices, float(priced.min(axis=1).sum())
-
-
-def _price_indices(indices: np.ndarray) -> np.ndarray:
-    """Units (96,) of each index under the spread of these."""
-    return _to_units(fit_spread(indices).freqs())
-
-
-@cache
-def _price_tables(stride: int) -> np.ndarray:
-    """Units (exponents, 96, M) of each magnitude; the last magnitude is an escape everywhere."""
-    kinds = [*product(range(len(EXPONENTS)), range(NUM_BUCKETS), range(stride))]
-    tables = [build_table(exponent, bucket, stride, z) for exponent, bucket, z in kinds]
-    prices = np.empty((len(EXPONENTS), NUM_BUCKETS, max(t.limit for t in tables) + 2))
-    for (exponent, bucket, parity), table in zip(kinds, tables, strict=True):
-        units = _to_units(table.freqs)
-        price = prices[exponent, bucket, parity::stride]
-        price[:] = units[-1] + _ESCAPE_BITS * _UNITS_PER_BIT
-        # The middle of the integers is 0 or, of an odd table, the first above it.
-        positive = units[(units.size - stride) // 2 : units.size - stride]
-        price[: positive.size] = positive
-    return prices
-
-
-def _to_units(freqs: np.ndarray) -> np.ndarray:
-    return np.rint(_UNITS_PER_BIT * (rans.PROB_BITS - np.log2(freqs)))
+    A bell is as many steps wide as its weights are, so that log steps, in sixteenths of an octave,
+    move indices, in eighths, the other way by half as much.
+    """
+    if steps is None:
+        return np.zeros(num_indices, dtype=np.int64)
+    assert steps.shape == (num_indices,)
+    return steps.astype(np.int64) - int(np.sort(steps)[num_indices // 2]) >> 1

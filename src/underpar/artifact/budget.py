@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-
-from underpar.artifact.pack import (
-    MAX_WEIGHTS,
-    Artifact,
-    num_halves_of,
-    num_indices_of,
-    pack,
-    read_table,
-)
-from underpar.errors import ArtifactError, RecipeError
-from underpar.quant.rules import quantize_model
-from underpar.recipe import Recipe
-
-# Squeezed bytes of a SentencePiece model for each piece, for forecasts before a tokenizer exists
-# (measured: 3.9 at 1,024 pieces and 4.8 at 2,048 on the embedded corpus, 5.4 at 8,192 on web text).
-TOKENIZER_BYTES_PER_PIECE = 5
+from underpar.artifact.table import Row
+from underpar.artifact.unpack import LazyArtifact
+from underpar.errors import ArtifactError
 
 
 @dataclass(frozen=True)
@@ -62,51 +47,43 @@ def class_of(name: str) -> str:
 
 
 def read_budget(data: bytes, code_bytes: int, cap_bytes: int) -> Budget:
-    """Account for every byte of the packed file `data` and of the code."""
-    table, (header, tokenizer, halves, indices, _) = read_table(data)
-    all_halves = sum(num_halves_of(row) for row in table)
-    all_indices = sum(num_indices_of(row) for row in table)
-    tensors = []
-    for row in table:
-        # Halves and indices are squeezed together; each tensor bears its share.
-        share = halves * num_halves_of(row) / max(all_halves, 1)
-        share += indices * num_indices_of(row) / max(all_indices, 1)
-        num_weights = math.prod(row["shape"])
-        size = row.get("bytes", 0) + share
-        tensors.append(
-            {
-                "name": row["name"],
-                "shape": row["shape"],
-                "scheme": row["scheme"],
-                "bytes": round(size, 1),
-                "bits_per_weight": round(8 * size / num_weights, 4),
-            }
-        )
-    classes: dict[str, float] = {"code": code_bytes, "tokenizer": tokenizer, "header": header}
+    """Account for every byte of the packed file `data`, of the code and of a tokenizer apart."""
+    file = LazyArtifact(data)
+    rows = file.rows.values()
+    header, tokenizer, halves, indices, _, corrections = file.section_bytes
+    num_factor_steps = sum(factor.num_steps for row in rows for factor in row.factors)
+    num_activations = sum(row.activation for row in rows)
+    num_steps = sum(row.scheme.num_indices(row.shape) for row in rows)
+    # Halves and indices are coded together; each bears its share.
+    half_bytes = halves / max(sum(row.scheme.num_halves(row.shape) for row in rows), 1)
+    index_bytes = indices / max(num_steps + num_factor_steps + num_activations, 1)
+    tensors = [_weigh(row, half_bytes, index_bytes) for row in rows]
+    classes: dict[str, float] = {
+        "code": code_bytes,
+        "tokenizer": tokenizer + file.header.tokenizer_bytes,
+        "header": header,
+    }
+    if num_factor_steps:
+        classes["corrections"] = corrections + index_bytes * num_factor_steps
+    if num_activations:
+        classes["activations"] = index_bytes * num_activations
     for tensor in tensors:
         kind = class_of(tensor["name"])
         classes[kind] = classes.get(kind, 0) + tensor["bytes"]
     rounded = {kind: round(size) for kind, size in classes.items()}
-    total = len(data) + code_bytes
+    total = len(data) + code_bytes + file.header.tokenizer_bytes
     rounded["framing"] = total - sum(rounded.values())
-    num_weights = sum(math.prod(row["shape"]) for row in table)
+    num_weights = sum(row.num_weights for row in rows)
     return Budget(total, cap_bytes, len(data), num_weights, rounded, tensors)
 
 
-def forecast(
-    recipe: Recipe, shapes: dict[str, tuple[int, ...]], code_bytes: int, tokenizer: bytes | None
-) -> Budget:
-    """The budget before training: Gaussian weights of the right shapes, really packed.
-
-    Trained matrices are Gaussian to three digits of their entropy (PR 2046), and the step follows
-    the row's deviation, so their scale does not matter.
-    """
-    num_weights = sum(math.prod(shape) for shape in shapes.values())
-    if num_weights > MAX_WEIGHTS:
-        raise RecipeError(f"the recipe has {num_weights} weights: expected at most {MAX_WEIGHTS}")
-    rng = np.random.default_rng(0)
-    weights = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
-    if tokenizer is None:
-        tokenizer = rng.bytes(TOKENIZER_BYTES_PER_PIECE * recipe.model.vocab_size)
-    artifact = Artifact(recipe, tokenizer, quantize_model(weights, recipe.quant.rules))
-    return read_budget(pack(artifact), code_bytes, recipe.limits.cap_bytes)
+def _weigh(row: Row, half_bytes: float, index_bytes: float) -> dict[str, Any]:
+    size = row.coding.num_bytes + half_bytes * row.scheme.num_halves(row.shape)
+    size += index_bytes * row.scheme.num_indices(row.shape)
+    return {
+        "name": row.name,
+        "shape": list(row.shape),
+        "scheme": str(row.scheme),
+        "bytes": round(size, 1),
+        "bits_per_weight": round(8 * size / row.num_weights, 4),
+    }

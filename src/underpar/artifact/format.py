@@ -1,4 +1,4 @@
-"""Byte layout of a container: a checked frame around named sections. Version 2, little-endian.
+"""Byte layout of a container: a checked frame around named sections. Version 3, little-endian.
 
 | offset | field                                                          |
 |--------|----------------------------------------------------------------|
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from underpar.errors import ArtifactError
 
 MAGIC = b"UPAR"
-VERSION = 2
+VERSION = 3
 HEAD = struct.Struct("<4sHHQ")
 HEAD_BYTES = HEAD.size + 32
 

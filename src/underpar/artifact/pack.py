@@ -1,262 +1,151 @@
-"""Artifact <-> bytes: recipe, tokenizer, and tensors with their integers entropy-coded.
+"""Artifact -> bytes: recipe, tokenizer, and tensors with their integers entropy-coded.
 
-Sections: header (JSON, squeezed: recipe and tensor table), tokenizer (squeezed), halves (all fp16
-steps and fp16 tensors, high bytes then low bytes, squeezed), indices (log steps of rows and columns
-in i16, in the same way), codes (one stream a tensor: rans.py, or gaussian.py for grids).
+What the sections hold is told in unpack.py.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from underpar.artifact import gaussian, rans
-from underpar.artifact.format import frame, squeeze, unframe, unsqueeze
-from underpar.errors import ArtifactError, DataError, RecipeError
-from underpar.quant import logsteps
-from underpar.quant.rules import QuantizedModel
-from underpar.quant.schemes import QuantizedTensor, parse_scheme
+from underpar.artifact import gaussian_writer, rans
+from underpar.artifact.format import frame, squeeze
+from underpar.artifact.table import read_header
+from underpar.artifact.unpack import (
+    LINE_WIDTH,
+    NUM_SECTIONS,
+    Artifact,
+    Key,
+    check_codes,
+    steps_of,
+    unpack,
+)
+from underpar.errors import ArtifactError
+from underpar.quant.logsteps import LARGEST_INDEX
+from underpar.quant.schemes import QuantizedModel, QuantizedTensor
 from underpar.quant.trellis import next_state
-from underpar.recipe import Recipe, from_tree, to_tree
+from underpar.recipe import to_tree
 
-# Bounds on what a file may claim, far above any model of 16 MB.
-MAX_HEADER_BYTES = 8 << 20
-MAX_TOKENIZER_BYTES = 16 << 20
-MAX_WEIGHTS = 1 << 28
+__all__ = ["NUM_SECTIONS", "Artifact", "pack", "unpack"]
 
-NUM_SECTIONS = 5
+Rows = dict[str, dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class Artifact:
-    """All that scoring needs. `unpack(pack(x)) == x`."""
+def pack(artifact: Artifact, tokenizer_inside: bool = True) -> bytes:
+    """The artifact as one file; equal artifacts give equal bytes.
 
-    recipe: Recipe
-    tokenizer: bytes
-    tensors: QuantizedModel
-
-    def equals(self, other: Artifact) -> bool:
-        """Same recipe, tokenizer, integers and steps, bit for bit."""
-        return (
-            self.recipe == other.recipe
-            and self.tokenizer == other.tokenizer
-            and list(self.tensors) == list(other.tensors)
-            and all(_same(t, other.tensors[name]) for name, t in self.tensors.items())
-        )
-
-
-def _same(a: QuantizedTensor, b: QuantizedTensor) -> bool:
-    codes = [np.empty(0) if t.codes is None else t.codes for t in (a, b)]
-    columns = [np.empty(0) if t.columns is None else t.columns for t in (a, b)]
-    return (
-        (a.shape, a.scheme) == (b.shape, b.scheme)
-        and a.steps.tobytes() == b.steps.tobytes()
-        and np.array_equal(codes[0], codes[1])
-        and np.array_equal(columns[0], columns[1])
-    )
-
-
-def pack(artifact: Artifact) -> bytes:
-    """The artifact as one file; equal artifacts give equal bytes."""
-    tensors = artifact.tensors
-    streams = _encode_grids({n: t for n, t in tensors.items() if t.scheme.states})
-    table, halves, indices = [], [], []
-    for name, tensor in tensors.items():
-        row: dict[str, Any] = {"name": name, "shape": tensor.shape, "scheme": str(tensor.scheme)}
-        if tensor.scheme.states:
-            row["bytes"] = len(streams[name])
-            indices += [tensor.steps, *([] if tensor.columns is None else [tensor.columns])]
-        else:
-            halves.append(tensor.steps)
-        if tensor.scheme.bits:
-            assert tensor.codes is not None
-            streams[name], coding = _encode_codes(tensor.codes)
-            row |= coding
-        table.append(row)
-    header = json.dumps({"recipe": to_tree(artifact.recipe), "tensors": table}, sort_keys=True)
+    Without its tokenizer the file holds that one's SHA-256 and squeezed length.
+    """
+    tensors, activations = artifact.tensors, artifact.activations
+    rows: Rows = {
+        name: {"name": name, "shape": list(t.shape), "scheme": str(t.scheme)}
+        for name, t in tensors.items()
+    }
+    for name in activations:
+        if name not in rows:
+            raise ArtifactError(f"activation scale of {name!r}, which is no tensor")
+        rows[name]["activation"] = True
+    streams = _encode_grids(tensors, rows) | _encode_ints(tensors, rows)
+    tokenizer = squeeze(artifact.tokenizer)
+    header = {"recipe": to_tree(artifact.recipe), "tensors": [*rows.values()]}
+    if not tokenizer_inside:
+        digest = hashlib.sha256(artifact.tokenizer).hexdigest()
+        header["tokenizer"] = {"sha256": digest, "bytes": len(tokenizer)}
+        tokenizer = b""
+    raw = json.dumps(header, sort_keys=True).encode()
+    # What reading would refuse is not written.
+    read_header(raw)
+    lines = [line for t in tensors.values() for line in lines_of(t)]
+    lines.append(np.array([activations[n] for n in tensors if n in activations], dtype=np.int64))
+    halves = [t.steps.reshape(-1) for t in tensors.values() if not t.scheme.states]
     return frame(
         [
-            squeeze(header.encode()),
-            squeeze(artifact.tokenizer),
-            squeeze(_shuffle(halves, "<f2")),
-            squeeze(_shuffle(indices, "<i2")),
-            b"".join(streams[name] for name in tensors if name in streams),
+            squeeze(raw),
+            tokenizer,
+            squeeze(shuffle(np.concatenate([np.empty(0, dtype=np.float16), *halves]))),
+            write_lines(lines),
+            b"".join(streams.get((name, 0), b"") for name in tensors),
+            b"".join(streams.get((name, side), b"") for name in tensors for side in (1, 2)),
         ]
     )
 
 
-def _encode_grids(grids: Mapping[str, QuantizedTensor]) -> dict[str, bytes]:
-    """The streams of grids by name; those of one trellis are coded together, which is faster."""
-    streams: dict[str, bytes] = {}
-    for states in sorted({t.scheme.states for t in grids.values()}):
-        names = [name for name, t in grids.items() if t.scheme.states == states]
-        matrices = [codes for name in names if (codes := grids[name].codes) is not None]
-        found = gaussian.encode_many(matrices, next_state(states))
-        streams |= dict(zip(names, found, strict=True))
+def lines_of(tensor: QuantizedTensor) -> list[np.ndarray]:
+    """The log steps of a tensor: of rows, columns, factors."""
+    lines = [tensor.steps] if tensor.scheme.states else []
+    lines += [] if tensor.columns is None else [tensor.columns]
+    if tensor.correction is not None:
+        lines += [tensor.correction.left.steps, tensor.correction.right.steps]
+    return lines
+
+
+def _encode_grids(tensors: QuantizedModel, rows: Rows) -> dict[Key, bytes]:
+    """The streams of grids; those of one trellis are coded together, which is faster."""
+    streams: dict[Key, bytes] = {}
+    for states in sorted({t.scheme.states for t in tensors.values()} - {0}):
+        own = {name: t for name, t in tensors.items() if t.scheme.states == states}
+        found = gaussian_writer.encode_many(
+            [t.codes for t in own.values() if t.codes is not None],
+            next_state(states),
+            [steps_of(t.scheme, lines_of(t)) for t in own.values()],
+        )
+        for name, stream in zip(own, found, strict=True):
+            streams[name, 0] = stream
+            rows[name]["bytes"] = len(stream)
     return streams
 
 
-def _encode_codes(codes: np.ndarray) -> tuple[bytes, dict[str, Any]]:
-    flat = codes.reshape(-1).astype(np.int64)
-    low = int(flat.min())
-    freqs = rans.quantize_counts(np.bincount(flat - low))
-    stream = rans.encode(flat - low, freqs)
-    return stream, {"low": low, "freqs": freqs.tolist(), "bytes": len(stream)}
+def _encode_ints(tensors: QuantizedModel, rows: Rows) -> dict[Key, bytes]:
+    """The streams of all other integers; puts into the rows what reading them takes."""
+    codes: dict[Key, np.ndarray] = {}
+    places: dict[Key, dict[str, Any]] = {}
+    for name, tensor in tensors.items():
+        check_codes(name, tensor)
+        if tensor.scheme.bits and tensor.codes is not None:
+            codes[name, 0], places[name, 0] = tensor.codes, rows[name]
+        if tensor.correction is not None:
+            left, right = tensor.correction.left, tensor.correction.right
+            rows[name]["correction"] = {"rank": len(right.codes)}
+            for side, key, factor in ((1, "left", left), (2, "right", right)):
+                codes[name, side] = factor.codes
+                places[name, side] = {"group": factor.group}
+                rows[name]["correction"][key] = places[name, side]
+    return _encode(codes, places)
 
 
-def _shuffle(arrays: Sequence[np.ndarray], kind: str) -> bytes:
+def _encode(
+    codes: Mapping[Key, np.ndarray], places: Mapping[Key, dict[str, Any]]
+) -> dict[Key, bytes]:
+    lows = {key: int(found.min()) for key, found in codes.items()}
+    symbols = [found.reshape(-1).astype(np.int16) - lows[key] for key, found in codes.items()]
+    freqs = [rans.quantize_counts(np.bincount(found)) for found in symbols]
+    streams = dict(zip(codes, rans.encode_many(symbols, freqs), strict=True))
+    for (key, stream), table in zip(streams.items(), freqs, strict=True):
+        places[key] |= {"low": lows[key], "freqs": table.tolist(), "bytes": len(stream)}
+    return streams
+
+
+def shuffle(numbers: np.ndarray) -> bytes:
+    """fp16 numbers as all high bytes, then all low bytes."""
     # High bytes repeat, low bytes hardly do: apart, they compress better.
-    raw = np.concatenate([a.reshape(-1) for a in arrays] or [np.empty(0)])
-    pairs = raw.astype(kind).view(np.uint8).reshape(-1, 2)
+    pairs = numbers.astype("<f2").view(np.uint8).reshape(-1, 2)
     return pairs[:, 1].tobytes() + pairs[:, 0].tobytes()
 
 
-def _unshuffle(data: bytes, kind: str) -> np.ndarray:
-    planes = np.frombuffer(data, np.uint8).reshape(2, -1)
-    return np.stack((planes[1], planes[0]), axis=1).reshape(-1).view(kind)
-
-
-def unpack(data: bytes) -> Artifact:
-    """The artifact in `data`; a file that breaks any rule of the format is refused."""
-    header_bytes, tokenizer, halves_bytes, indices_bytes, codes = unframe(data, NUM_SECTIONS)
-    recipe, table = _read_header(unsqueeze(header_bytes, MAX_HEADER_BYTES))
-    halves = _read_numbers(halves_bytes, [num_halves_of(row) for row in table], "<f2")
-    indices = _read_numbers(indices_bytes, [num_indices_of(row) for row in table], "<i2")
-    streams = _cut_codes(codes, table)
-    grids = _decode_grids(table, streams)
-    tensors = {}
-    for row, steps, logs in zip(table, halves, indices, strict=True):
-        name = row["name"]
-        if name in grids:
-            tensors[name] = _build_grid(row, logs, grids[name])
-        else:
-            tensors[name] = _decode_tensor(row, steps.astype(np.float16), streams.get(name, b""))
-    return Artifact(recipe, unsqueeze(tokenizer, MAX_TOKENIZER_BYTES), tensors)
-
-
-def _read_numbers(data: bytes, counts: Sequence[int], kind: str) -> list[np.ndarray]:
-    """The 16-bit numbers of a section, as many for each tensor as `counts` says."""
-    raw = unsqueeze(data, 2 * sum(counts))
-    if len(raw) != 2 * sum(counts):
-        raise ArtifactError("artifact holds fewer steps than its tensor table needs")
-    return np.split(_unshuffle(raw, kind), np.cumsum(counts)[:-1])
-
-
-def _cut_codes(codes: bytes, table: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:
-    streams, at = {}, 0
-    for row in table:
-        if parse_scheme(row["scheme"]).is_half:
-            continue
-        end = at + row["bytes"]
-        if end > len(codes):
-            raise ArtifactError(f"tensor {row['name']}: its codes reach past the file")
-        streams[row["name"]] = codes[at:end]
-        at = end
-    if at != len(codes):
-        raise ArtifactError("artifact holds more codes than its tensor table needs")
-    return streams
-
-
-def _decode_grids(
-    table: Sequence[Mapping[str, Any]], streams: Mapping[str, bytes]
-) -> dict[str, np.ndarray]:
-    states = {row["name"]: parse_scheme(row["scheme"]).states for row in table}
-    shapes = {row["name"]: tuple(row["shape"]) for row in table}
-    codes: dict[str, np.ndarray] = {}
-    for number in sorted(set(states.values()) - {0}):
-        names = [name for name, own in states.items() if own == number]
-        found = gaussian.decode_many(
-            [streams[n] for n in names], [shapes[n] for n in names], next_state(number)
+def write_lines(lines: Sequence[np.ndarray]) -> bytes:
+    """What `read_lines` reads."""
+    values = np.concatenate([line.astype(np.int64) for line in lines])
+    if not values.size:
+        return b""
+    if np.abs(values).max() > LARGEST_INDEX:
+        raise ArtifactError(
+            f"log step {values[np.abs(values).argmax()]}: expected at most {LARGEST_INDEX} of them"
         )
-        codes |= dict(zip(names, found, strict=True))
-    return codes
-
-
-def _build_grid(row: Mapping[str, Any], logs: np.ndarray, codes: np.ndarray) -> QuantizedTensor:
-    if np.abs(logs.astype(np.int32)).max() > logsteps.LARGEST_INDEX:
-        raise ArtifactError(f"tensor {row['name']}: a step is out of range")
-    num_rows, scheme = row["shape"][0], parse_scheme(row["scheme"])
-    steps, columns = logs[:num_rows].astype(np.int16), logs[num_rows:].astype(np.int16)
-    return QuantizedTensor(
-        tuple(row["shape"]), scheme, steps, codes, columns if scheme.columns else None
-    )
-
-
-def read_table(data: bytes) -> tuple[list[dict[str, Any]], list[int]]:
-    """Tensor table and section lengths of a packed file, for accounting."""
-    sections = unframe(data, NUM_SECTIONS)
-    _, table = _read_header(unsqueeze(sections[0], MAX_HEADER_BYTES))
-    return table, [len(section) for section in sections]
-
-
-def _read_header(raw: bytes) -> tuple[Recipe, list[dict[str, Any]]]:
-    try:
-        header = json.loads(raw)
-        recipe, table = from_tree(header["recipe"]), header["tensors"]
-        for row in table:
-            _check_row(row)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ArtifactError(f"artifact header is malformed ({error!r})") from error
-    except (RecipeError, DataError) as error:
-        raise ArtifactError(f"artifact holds a recipe that cannot be used: {error}") from error
-    if not table:
-        raise ArtifactError("artifact holds no tensors")
-    if sum(math.prod(row["shape"]) for row in table) > MAX_WEIGHTS:
-        raise ArtifactError(f"artifact claims more than {MAX_WEIGHTS} weights")
-    if len({row["name"] for row in table}) != len(table):
-        raise ArtifactError("artifact names a tensor twice")
-    return recipe, table
-
-
-def _check_row(row: Mapping[str, Any]) -> None:
-    whole = [*row["shape"]]
-    scheme = parse_scheme(row["scheme"])
-    if scheme.states:
-        whole.append(row["bytes"])
-        if len(row["shape"]) != 2:
-            raise ValueError("a grid that is not a matrix")
-    if scheme.bits:
-        whole += [row["bytes"], *row["freqs"]]
-        inside = type(row["low"]) is int and -128 <= row["low"] <= 128 - len(row["freqs"])
-        if not inside or max(row["freqs"], default=0) > 1 << rans.PROB_BITS:
-            raise ValueError("codes or frequencies out of range")
-    if not isinstance(row["name"], str) or any(type(n) is not int or n < 0 for n in whole):
-        raise ValueError("a size that is not a whole number")
-    if not all(row["shape"]) or len(row["shape"]) > 4:
-        raise ValueError("an empty or over-nested shape")
-
-
-def num_halves_of(row: Mapping[str, Any]) -> int:
-    """How many fp16 numbers a tensor of the table stores."""
-    shape, scheme = row["shape"], parse_scheme(row["scheme"])
-    if scheme.states:
-        return 0
-    if scheme.is_half:
-        return math.prod(shape)
-    return int(shape[0]) if len(shape) > 1 else 1
-
-
-def num_indices_of(row: Mapping[str, Any]) -> int:
-    """How many log steps a tensor of the table stores."""
-    scheme = parse_scheme(row["scheme"])
-    if not scheme.states:
-        return 0
-    num_rows, num_columns = row["shape"]
-    return int(num_rows) + (int(num_columns) if scheme.columns else 0)
-
-
-def _decode_tensor(row: Mapping[str, Any], steps: np.ndarray, stream: bytes) -> QuantizedTensor:
-    shape, scheme = tuple(row["shape"]), parse_scheme(row["scheme"])
-    if not np.isfinite(steps).all():
-        raise ArtifactError(f"tensor {row['name']}: a step is not finite")
-    if scheme.is_half:
-        return QuantizedTensor(shape, scheme, steps)
-    freqs = np.array(row["freqs"], dtype=np.int64)
-    symbols = rans.decode(stream, freqs, math.prod(shape))
-    values = (symbols.astype(np.int64) + row["low"]).astype(np.int8)
-    return QuantizedTensor(shape, scheme, steps, values.reshape(len(steps), -1))
+    centers = [int(np.median(line)) if line.size else 0 for line in lines]
+    values -= np.repeat(centers, [line.size for line in lines])
+    padded = np.pad(values, (0, -values.size % LINE_WIDTH)).reshape(-1, LINE_WIDTH)
+    return np.array(centers, dtype="<i2").tobytes() + gaussian_writer.encode(padded)

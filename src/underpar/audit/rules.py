@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from underpar.artifact.budget import read_budget
 from underpar.audit import probes
 from underpar.audit.finding import PASS, Finding, judge, not_shown
 from underpar.codec.stream import Codec, code_documents
@@ -28,6 +29,8 @@ from underpar.score.score import Scorer
 
 # Sums over the vocabulary, in fp32, and prices of packed against lone documents, in nats.
 TOLERANCE = 1e-4
+# Training ends with a whole step, so a little over its time.
+OVERSHOOT = 0.01
 # How far coded bits may lie from scored bits.
 CODED_TOLERANCE = 0.01
 
@@ -44,21 +47,42 @@ class Case:
     data: DataFolder
     scores: dict[str, Score]
     runtime: Runtime
+    # By stage: training, calibration, tuning.
+    spent_seconds: dict[str, float]
     # Documents are coded in stream order until this many tokens; 0 codes all of them.
     code_tokens: int = 0
 
 
 def size(case: Case) -> Finding:
-    """R01: artifact and code on disk fit the cap."""
-    artifact = case.artifact_file.stat().st_size
-    total, cap = artifact + case.code_bytes, case.recipe.limits.cap_bytes
+    """R01: artifact and code on disk fit the cap, and so does a tokenizer beside them."""
+    artifact, cap = case.artifact_file.stat().st_size, case.recipe.limits.cap_bytes
+    total = read_budget(case.artifact_file.read_bytes(), case.code_bytes, cap).total_bytes
+    apart = total - artifact - case.code_bytes
+    beside = f" + {apart} of a tokenizer" if apart else ""
     return judge(
         "size",
         total <= cap,
-        f"{artifact} + {case.code_bytes} bytes of code = {total} of {cap}, the recipe's cap",
+        f"{artifact} + {case.code_bytes} bytes of code{beside} = {total} of {cap}, the recipe's "
+        "cap",
         artifact_bytes=artifact,
         code_bytes=case.code_bytes,
+        tokenizer_bytes=apart,
         cap_bytes=cap,
+    )
+
+
+def data_time(case: Case) -> Finding:
+    """R02, R04: whatever read training text to change the model is training, and in its time."""
+    budget, spent = case.recipe.train.budget_seconds, sum(case.spent_seconds.values())
+    parts = ", ".join(f"{name} {value:.1f}" for name, value in case.spent_seconds.items())
+    if not budget:
+        return judge("time", True, f"no limit in seconds; {parts}", **case.spent_seconds)
+    return judge(
+        "time",
+        spent <= budget * (1 + OVERSHOOT),
+        f"{spent:.1f} of {budget:g} seconds with training text ({parts})",
+        budget_seconds=budget,
+        **case.spent_seconds,
     )
 
 
@@ -259,6 +283,7 @@ def coded_bits(case: Case) -> Finding:
 
 RULES: tuple[Callable[[Case], Finding], ...] = (
     size,
+    data_time,
     coverage,
     byte_count,
     causality,

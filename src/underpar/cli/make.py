@@ -1,4 +1,4 @@
-"""Commands that make a model: recipe, levers, train, pack, size, demo."""
+"""Commands that make a model: recipe, levers, train, calibrate, quantize, pack, size, demo."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from underpar.cli.options import (
+    ArtifactPath,
     Attention,
     Compiled,
     Device,
@@ -19,6 +20,7 @@ from underpar.cli.options import (
     app,
     choose_attention,
     load_checked,
+    quant_part,
     show_summary,
 )
 from underpar.console import show_json, show_table
@@ -27,6 +29,11 @@ if TYPE_CHECKING:
     from underpar.artifact.budget import Budget
     from underpar.recipe import Recipe
     from underpar.run import RunFolder
+
+Cap = Annotated[int | None, typer.Option(help="Byte cap, code counted; default: the recipe's.")]
+SetQuant = Annotated[
+    list[str] | None, typer.Option("--set", help="Change quant.*, as in quant.lqer_tensors=3")
+]
 
 recipe_app = typer.Typer(help="List the shipped recipes, or print one resolved.")
 app.add_typer(recipe_app, name="recipe")
@@ -163,14 +170,108 @@ def _what_to_train(
 @app.command()
 def pack(
     run: RunPath,
-    cap: Annotated[int | None, typer.Option(help="Byte cap, code counted.")] = None,
+    cap: Cap = None,
+    set_: SetQuant = None,
+    tokenizer_apart: Annotated[
+        bool,
+        typer.Option(
+            "--tokenizer-apart", help="Name the tokenizer by its hash; its bytes still count."
+        ),
+    ] = False,
+    device: Device = "auto",
     json: Json = False,
 ) -> None:
-    """Quantize and entropy-code a run's weights into RUN/model.upar, under the byte cap."""
-    from underpar.pipeline import pack_run
-    from underpar.run import RunFolder
+    """Quantize and entropy-code a run's weights into RUN/model.upar, under the byte cap.
 
-    _show_budget(pack_run(RunFolder(run), cap), str(run / "model.upar"), json)
+    \b
+    underpar pack runs/mine
+    underpar pack runs/mine --cap 8000000
+    underpar pack runs/mine --set "quant.rules=['blocks.* grid8+columns', '* fp16']"
+
+    Schemes gridS have no size of their own: one constant sets all their steps, and is chosen so
+    that the file fills the cap. A model rounded by 'underpar quantize' is packed as it is.
+    """
+    from underpar import verbs
+    from underpar.run import RunFolder
+    from underpar.runtime import open_runtime
+
+    folder = RunFolder(run)
+    part = quant_part(folder, set_)
+    budget = verbs.pack(folder, open_runtime(device), cap, part, json, not tokenizer_apart)
+    _show_budget(budget, str(folder.artifact_file), json)
+
+
+@app.command()
+def calibrate(
+    run: RunPath,
+    data: Annotated[
+        Path | None, typer.Option("--data", help="Default: the folder it was trained on.")
+    ] = None,
+    source: Annotated[
+        str,
+        typer.Option("--text", help="train, or self for text that the model writes (slower)."),
+    ] = "",
+    device: Device = "auto",
+    json: Json = False,
+) -> None:
+    """Measure what a run's matrices meet and what their errors cost: RUN/calibration.safetensors.
+
+    \b
+    underpar calibrate runs/mine
+    underpar calibrate runs/mine --text self
+
+    'underpar train' does it at the end of a run whose rules need it, inside the budget where the
+    recipe keeps train.reserve_seconds. Held-out text cannot be named.
+    """
+    from underpar import verbs
+    from underpar.run import RunFolder
+    from underpar.runtime import open_runtime
+
+    folder = RunFolder(run)
+    data = data or verbs.data_of(folder)
+    found = verbs.calibrate(folder, data, open_runtime(device), source)
+    show_summary(json, str(folder.calibration_file), found)
+
+
+@app.command()
+def quantize(
+    run: RunPath,
+    cap: Cap = None,
+    set_: SetQuant = None,
+    device: Device = "auto",
+    json: Json = False,
+) -> None:
+    """Round a run's weights to integers that fill the cap: RUN/quantized.safetensors.
+
+    \b
+    underpar quantize runs/mine
+    underpar quantize runs/mine --set "quant.rules=['blocks.* gptq6:12.85', '* fp16']"
+
+    'underpar pack' does it too, where it was not done with the same weights, rules and cap.
+    """
+    from underpar import verbs
+    from underpar.run import RunFolder
+    from underpar.runtime import open_runtime
+
+    folder = RunFolder(run)
+    found = verbs.quantize(folder, open_runtime(device), cap, quant_part(folder, set_), json)
+    show_summary(json, str(folder.quantized_file), found)
+
+
+@app.command()
+def unpack(
+    artifact: ArtifactPath,
+    out: Annotated[Path, typer.Option(help="A .safetensors file.")],
+    json: Json = False,
+) -> None:
+    """The weights of an artifact as they are scored, in fp32, for other tools.
+
+    \b
+    underpar unpack runs/mine/model.upar --out weights.safetensors
+    """
+    from underpar.packing import unpack_artifact
+
+    show_summary(json, str(out), unpack_artifact(artifact, out))
 
 
 @app.command()

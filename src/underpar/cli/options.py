@@ -10,7 +10,9 @@ import typer
 from underpar.console import show_json, show_pairs
 
 if TYPE_CHECKING:
+    from underpar.parts import QuantPart
     from underpar.recipe import Recipe
+    from underpar.run import RunFolder
     from underpar.runtime import Runtime
 
 app = typer.Typer(
@@ -53,6 +55,24 @@ def show_summary(json: bool, title: str, summary: dict[str, Any]) -> None:
     show_json(summary) if json else show_pairs(title, summary)
 
 
+def quant_part(folder: RunFolder, overrides: list[str] | None) -> QuantPart | None:
+    """The [quant] section of a run with changes; None without any."""
+    from underpar.build import weight_shapes
+    from underpar.errors import RecipeError
+    from underpar.quant.rules import check_rules
+    from underpar.recipe import from_tree, merge, parse_override, to_tree
+
+    recipe = folder.read_recipe()
+    tree = to_tree(recipe)
+    for override in overrides or ():
+        if not override.startswith("quant."):
+            raise RecipeError(f"--set {override!r}: the run is trained; only quant.* can change")
+        tree = merge(tree, parse_override(override))
+    part = from_tree(tree).quant
+    check_rules(weight_shapes(recipe), part.rules)
+    return part if overrides else None
+
+
 def load_checked(name: str, overrides: list[str] | None) -> Recipe:
     """The resolved recipe, with the names and settings of its levers checked."""
     from underpar.build import resolve_levers, weight_shapes
@@ -60,5 +80,5 @@ def load_checked(name: str, overrides: list[str] | None) -> Recipe:
     from underpar.recipe import load_recipe
 
     recipe = resolve_levers(load_recipe(name, overrides or ()))
-    check_rules(list(weight_shapes(recipe)), recipe.quant.rules)
+    check_rules(weight_shapes(recipe), recipe.quant.rules)
     return recipe

@@ -52,6 +52,7 @@ LEVERS = {
     "ema": "underpar.levers.ema",
     "lawa": "underpar.levers.lawa",
     "qat_lite": "underpar.levers.qat_lite",
+    "ste": "underpar.levers.ste",
     "adapt_scales": "underpar.levers.adapt_scales",
 }
 

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from underpar.levers.ste import round_rows
 from underpar.recipe import ModelSpec, require
 from underpar.seams import check_layers
 
 STAGE = "train"
 
 # The scheme int6:12.85 of the published recipe.
-SIGMAS = 12.85
-LIMIT = 31
+BITS, SIGMAS = 6, 12.85
 
 
 @dataclass(frozen=True)
@@ -65,16 +65,8 @@ class QatLite:
         return self.settings.strength * ramp * torch.stack(distances).mean()
 
     def _distance(self, weight: Tensor) -> Tensor:
-        squared = (weight - rounded(weight.detach())).square()
+        squared = (weight - round_rows(weight.detach(), BITS, SIGMAS)).square()
         return squared.sum() if self.settings.total else squared.mean()
-
-
-def rounded(weight: Tensor) -> Tensor:
-    """Each row of a matrix at the nearest multiples of its step, at most 31 of them."""
-    steps = SIGMAS * weight.std(dim=1, keepdim=True) / LIMIT
-    # A row of equal values has no deviation.
-    steps = steps.clamp_min(torch.finfo(weight.dtype).tiny)
-    return (weight / steps).round().clamp(-LIMIT, LIMIT) * steps
 
 
 def plug(settings: Settings, spec: ModelSpec) -> QatLite:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -26,7 +26,7 @@ from underpar.model.past import PackedPast
 from underpar.recipe import require
 from underpar.runtime import Runtime
 from underpar.seams import BOS_ID
-from underpar.train.dist import sum_over_ranks
+from underpar.train.dist import largest_over_ranks, sum_over_ranks
 from underpar.train.step import precision
 
 # The tied embedding; its inputs are those of its role as the head.
@@ -140,6 +140,8 @@ class Calibration:
     num_inputs: Mapping[str, int]
     """Inputs of each matrix: visits times tokens."""
     num_tokens: int
+    largest: Mapping[str, float] = field(default_factory=dict)
+    """The largest magnitude among the inputs of each matrix."""
 
     def rms(self, name: str) -> Tensor:
         """Root mean square (C,) of the inputs of a matrix, by column."""
@@ -159,15 +161,18 @@ def collect(model: GPT, text: Text, runtime: Runtime) -> Calibration:
             num_tokens += len(batch.inputs)
     sum_over_ranks([total.hessian for total in sums.values()], runtime)
     sum_over_ranks([*(total.num_inputs for total in sums.values()), num_tokens], runtime)
+    largest_over_ranks([total.largest for total in sums.values()], runtime)
     hessians: dict[str, Tensor] = {}
     num_inputs: dict[str, int] = {}
+    largest: dict[str, float] = {}
     for site, names in shared.items():
         hessian = sums[site].symmetric()
         if not hessian.isfinite().all():
             raise ArtifactError(f"inputs of {names[0]} are NaN or infinite; the run diverged")
         hessians |= dict.fromkeys(names, hessian)
         num_inputs |= dict.fromkeys(names, int(sums[site].num_inputs))
-    return Calibration(hessians, num_inputs, int(num_tokens))
+        largest |= dict.fromkeys(names, float(sums[site].largest))
+    return Calibration(hessians, num_inputs, int(num_tokens), largest)
 
 
 def sites_of(model: GPT) -> dict[str, tuple[str, ...]]:
@@ -187,6 +192,7 @@ class _Sum:
     def __init__(self, weight: Tensor) -> None:
         self.hessian = weight.new_zeros(weight.size(1), weight.size(1), dtype=torch.float32)
         self.num_inputs = torch.zeros((), dtype=torch.int64, device=weight.device)
+        self.largest = torch.zeros((), device=weight.device)
 
     def add(self, x: Tensor) -> None:
         """Add inputs x (N, C)."""
@@ -195,6 +201,7 @@ class _Sum:
             x = x.float()
             self.hessian.addmm_(x.T, x)
         self.num_inputs += len(x)
+        torch.maximum(self.largest, x.abs().amax(), out=self.largest)
 
     def watch(self, module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
         """A forward hook."""

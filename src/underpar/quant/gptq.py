@@ -6,15 +6,22 @@ ask for, and leaves e_j = (w_j - n_j step_j) / U_jj. The sum of e^2 is the calib
 tr(D H D^T), D = W - W^, exactly. U comes from one Cholesky factor of H reversed (PR 1948).
 
 Steps may differ by row and by column; in proportion to U_jj, columns share the loss evenly, which
-brings the solve near the limit for any H (WaterSIC, arXiv:2603.04956). Preferring the smaller of
-two integers that are almost as good is left out: it saves next to nothing (PR 2046).
+brings the solve near the limit for any H (WaterSIC, arXiv:2603.04956).
 
 With a trellis (trellis.py) every survivor carries its own errors, and so its own corrections, and
 the sum of e^2 is the path's cost.
+
+Bits can be weighed too (entropy-constrained quantization: Chou, Lookabaugh and Gray 1989). Coded
+as a Gaussian of deviation s, n takes (n step)^2 / (2 s^2 ln 2) bits more than 0. Where all steps
+have the same price, a bit is worth 2 ln 2 times the mean loss of a column, step^2 / (12 U_jj^2).
+The cheapest n is then that of the target divided by 1 + step^2 / (12 s^2). Fine steps gain next to
+nothing (PR 2046). Steps near s and above gain much: errors fed back to a coarse row made integers
+that cost more bits than they saved loss.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,13 +30,19 @@ from torch import Tensor
 from underpar.errors import ArtifactError, RecipeError
 from underpar.quant.trellis import LARGEST_CODE, Viterbi, trace
 
+# Below it, a row or a column is taken for empty; its squares may underflow.
+TINY = 1e-30
+# Enough to round anything to 0, and far from overflow.
+LARGEST_THRIFT = 1e6
+
 
 @dataclass(frozen=True)
 class Options:
     """`damping` is a share of H's mean diagonal; `limit` is the largest |n|, 0 for none.
 
     `act_order` takes columns of large inputs first; a trellis takes columns as they are stored,
-    because its decoder meets them so. `block` only schedules the work.
+    because its decoder meets them so. `block` only schedules the work. `weigh_bits` suits steps set
+    by what errors cost (`quant.allocate`), behind an entropy coder.
     """
 
     damping: float = 0.01
@@ -37,6 +50,7 @@ class Options:
     act_order: bool = False
     limit: int = 0
     num_states: int = 1
+    weigh_bits: bool = False
 
     def __post_init__(self) -> None:
         if self.act_order and self.num_states > 1:
@@ -59,12 +73,32 @@ class Solution:
     loss: Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class Inverse:
+    """What a solve needs of a Hessian: U (..., C, C), in the order (..., C) of solving."""
+
+    factor: Tensor
+    order: Tensor
+    dead: Tensor
+    """Columns (..., C) without input, as stored."""
+
+    @staticmethod
+    def stack(inverses: Sequence[Inverse]) -> Inverse:
+        """Those of several matrices, with a leading axis."""
+        parts = ((own.factor, own.order, own.dead) for own in inverses)
+        return Inverse(*(torch.stack(part) for part in zip(*parts, strict=True)))
+
+
 @dataclass(frozen=True)
 class Problem:
     """Columns in solving order: weights and steps (B, C, R), U (B, C, C)."""
 
     weights: Tensor
     steps: Tensor
+    widths: Tensor
+    """What targets are divided by, (B, C, R): steps, and more where bits are weighed."""
+    limits: Tensor
+    """Largest |n|, (B, C, 1)."""
     factor: Tensor
 
 
@@ -75,34 +109,73 @@ def round_to_nearest(weight: Tensor, steps: Tensor, limit: int = 0) -> Tensor:
 
 
 @torch.no_grad()
-def solve(weight: Tensor, hessian: Tensor, steps: Tensor, options: Options) -> Solution:
-    """Integers whose product with the steps is close to `weight` on the inputs behind `hessian`.
+def invert(hessian: Tensor, options: Options) -> Inverse:
+    """The factor of a damped Hessian (..., C, C), for any number of solves."""
+    if not hessian.isfinite().all():
+        raise ArtifactError("a Hessian is NaN or infinite; the run diverged, nothing to pack")
+    damped, dead = damp(hessian, options.damping)
+    order = torch.arange(hessian.shape[-1], device=hessian.device).expand(dead.shape)
+    if options.act_order:
+        diagonal = damped.diagonal(dim1=-2, dim2=-1)
+        order = diagonal.sort(dim=-1, descending=True, stable=True).indices
+    rows = damped.take_along_dim(order[..., None], dim=-2)
+    permuted = rows.take_along_dim(order[..., None, :], dim=-1)
+    return Inverse(factor_inverse(permuted), order, dead)
 
-    `weight` (R, C), `hessian` (C, C), `steps` (R, 1), (1, C) or (R, C), or all with a leading axis.
-    A trellis holds about 12 bytes for each weight and state; rows do not depend on one another.
+
+@torch.no_grad()
+def solve(
+    weight: Tensor, inverse: Inverse, steps: Tensor, options: Options, limits: Tensor | None = None
+) -> Solution:
+    """Integers whose product with the steps is close to `weight` on the inputs behind `inverse`.
+
+    `weight` (R, C), `steps` (R, 1), (1, C) or (R, C), `limits` (C,) in place of the options' limit,
+    or all with a leading axis. A trellis holds about 12 bytes for each weight and state; rows do
+    not depend on one another.
     """
     if weight.dim() == 2:
-        solution = solve(weight[None], hessian[None], steps[None], options)
-        return Solution(solution.codes[0], solution.loss[0])
-    assert hessian.shape == (len(weight), weight.shape[-1], weight.shape[-1]), hessian.shape
-    if not (weight.isfinite().all() and hessian.isfinite().all() and _is_usable(steps)):
-        raise ArtifactError("a weight, a Hessian or a step is NaN, infinite or not above 0")
-    hessian, dead = damp(hessian, options.damping)
-    order = torch.arange(weight.shape[-1], device=weight.device).expand(dead.shape)
-    if options.act_order:
-        diagonal = hessian.diagonal(dim1=-2, dim2=-1)
-        order = diagonal.sort(dim=-1, descending=True, stable=True).indices
-    factor = factor_inverse(_permute(hessian, order)).to(weight.dtype)
-    by_column = order[..., None]  # (B, C, 1)
-    problem = Problem(
-        weight.masked_fill(dead[:, None], 0).mT.take_along_dim(by_column, dim=1),
-        steps.to(weight.dtype).expand_as(weight).mT.take_along_dim(by_column, dim=1),
-        factor,
+        own = None if limits is None else limits[None]
+        bank = solve(weight[None], Inverse.stack([inverse]), steps[None], options, own)
+        return Solution(bank.codes[0], bank.loss[0])
+    if not (weight.isfinite().all() and _is_usable(steps)):
+        raise ArtifactError("a weight or a step is NaN, infinite or not above 0")
+    assert limits is None or options.num_states == 1
+    codes, loss = (_solve_scalar if options.num_states == 1 else _solve_trellis)(
+        _arrange(weight, inverse, steps, options, limits), options
     )
-    solve_columns = _solve_scalar if options.num_states == 1 else _solve_trellis
-    codes, loss = solve_columns(problem, options)
-    stored = torch.empty_like(codes).scatter_(1, by_column.expand_as(codes), codes)
+    stored = torch.empty_like(codes)
+    stored.scatter_(1, inverse.order[..., None].expand_as(codes), codes)
     return Solution(stored.mT.contiguous(), loss)
+
+
+def _arrange(
+    weight: Tensor, inverse: Inverse, steps: Tensor, options: Options, limits: Tensor | None
+) -> Problem:
+    order = inverse.order[..., None]  # (B, C, 1)
+    weights = weight.masked_fill(inverse.dead[:, None], 0).mT.take_along_dim(order, dim=1)
+    ordered = steps.to(weight.dtype).expand_as(weight).mT.take_along_dim(order, dim=1)
+    if limits is None:
+        limits = weight.new_full(inverse.order.shape, options.limit or LARGEST_CODE)
+    factor = inverse.factor.to(weight.dtype)
+    widths = ordered
+    if options.weigh_bits:
+        # The integers that a trellis allows are two steps apart.
+        spacing = ordered if options.num_states == 1 else 2 * ordered
+        widths = ordered * (1 + _thrift(weights, spacing, factor))
+    bounds = limits.to(weight.dtype)[..., None].take_along_dim(order, dim=1)
+    return Problem(weights, ordered, widths, bounds, factor)
+
+
+def _thrift(weights: Tensor, spacing: Tensor, factor: Tensor) -> Tensor:
+    """What weighing bits adds to the 1 that targets are divided by, (B, C, R)."""
+    squares = weights.square()
+    by_row = squares.mean(dim=1, keepdim=True).clamp_min(TINY)  # (B, 1, R)
+    by_column = (squares / by_row).mean(dim=2, keepdim=True)  # (B, C, 1)
+    variances = factor.diagonal(dim1=-2, dim2=-1)[..., None].pow(-2)
+    shares = variances / variances.mean(dim=1, keepdim=True)
+    # A bit has one price in a row, whether or not its steps follow the columns' variances.
+    prices = (spacing / by_row.sqrt()).square_().mul_(shares).mean(dim=1, keepdim=True) / 12
+    return (prices / (shares * by_column).clamp_min(TINY)).clamp_max_(LARGEST_THRIFT)
 
 
 def damp(hessian: Tensor, damping: float) -> tuple[Tensor, Tensor]:
@@ -133,16 +206,11 @@ def _is_usable(steps: Tensor) -> bool:
     return bool((steps.isfinite() & (steps > 0)).all())
 
 
-def _permute(hessian: Tensor, order: Tensor) -> Tensor:
-    rows = hessian.take_along_dim(order[..., None], dim=-2)
-    return rows.take_along_dim(order[:, None], dim=-1)
-
-
 def _solve_scalar(problem: Problem, options: Options) -> tuple[Tensor, Tensor]:
     """Codes (B, C, R) int16 and losses (B,)."""
     weights, factor = problem.weights, problem.factor
     errors, codes = torch.empty_like(weights), torch.empty_like(weights, dtype=torch.int16)
-    bound = options.limit or LARGEST_CODE
+    floors, ceilings = -problem.limits, problem.limits
     for start in range(0, weights.shape[1], options.block):
         stop = min(start + options.block, weights.shape[1])
         # What earlier blocks ask of this one is one product; within it, one for each column.
@@ -152,7 +220,8 @@ def _solve_scalar(problem: Problem, options: Options) -> tuple[Tensor, Tensor]:
             within = factor[:, start:col, col, None].mT @ errors[:, start:col]  # (B, 1, R)
             target = targets[:, col - start] - within[:, 0]
             step = problem.steps[:, col]
-            near = (target / step).round_().clamp_(-bound, bound)
+            near = (target / problem.widths[:, col]).round_()
+            near.clamp_(floors[:, col], ceilings[:, col])
             errors[:, col] = (target - near * step) / factor[:, col, col, None]
             codes[:, col] = near
     return codes, errors.square().sum(dim=(-2, -1))
@@ -178,9 +247,14 @@ def _solve_trellis(problem: Problem, options: Options) -> tuple[Tensor, Tensor]:
             within = errors.flatten(1, 2) @ problem.factor[:, start:stop, col, None]
             target = targets[:, col - start].gather(1, origins) - within.view_as(costs)
             step = problem.steps[:, col, None]
-            near = viterbi.nearest(target / step)
+            width = problem.widths[:, col, None]
+            near = viterbi.nearest(target / width)
             error = (target - near * step) / problem.factor[:, col, col, None, None]
-            costs, bits = viterbi.arrive(costs + error.square())
+            branches = costs + error.square()
+            if options.weigh_bits:
+                scale = (width - step) * step / problem.factor[:, col, col, None, None].square()
+                branches += near.square() * scale
+            costs, bits = viterbi.arrive(branches)
             came_from = viterbi.sources(bits)
             errors = _regroup(errors, came_from)
             errors[..., col - start] = viterbi.follow(error, bits)
@@ -189,7 +263,8 @@ def _solve_trellis(problem: Problem, options: Options) -> tuple[Tensor, Tensor]:
             sources.append(came_from.to(torch.uint8))
         history = _regroup(history, origins)
         history[..., start:stop] = errors
-    return trace(costs, codes, sources), costs.amin(dim=1).sum(dim=-1)
+    best = costs.argmin(dim=1)[:, None, :, None].expand(-1, -1, -1, num_cols)
+    return trace(costs, codes, sources), history.gather(1, best).square().sum(dim=(1, 2, 3))
 
 
 def _regroup(values: Tensor, came_from: Tensor) -> Tensor:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from underpar.errors import RecipeError
-from underpar.quant.schemes import QuantizedTensor, Scheme, parse_scheme, quantize
+from underpar.quant.rounding import quantize
+from underpar.quant.schemes import QuantizedModel, Scheme, parse_scheme
 
-QuantizedModel = dict[str, QuantizedTensor]
+# The matrices whose inputs `quant.calibration` sums.
+CALIBRATED = re.compile(r"blocks\.\d+\.(attn\.[qkvo]|mlp\.(up|down))\.weight|embedding\.weight")
 
 
 def match_rules(names: Sequence[str], rules: Sequence[str]) -> dict[str, Scheme]:
@@ -25,34 +28,44 @@ def match_rules(names: Sequence[str], rules: Sequence[str]) -> dict[str, Scheme]
     return schemes
 
 
-def check_rules(names: Sequence[str], rules: Sequence[str]) -> None:
+def check_rules(shapes: Mapping[str, tuple[int, ...]], rules: Sequence[str]) -> None:
     """Refuse rules that packing could not follow: better now than after training."""
-    for name, scheme in match_rules(names, rules).items():
-        if scheme.calibrated:
-            raise _needs_calibration(name, scheme)
+    for name, scheme in match_rules(list(shapes), rules).items():
+        shape = shapes[name]
+        start = f"quant.rules: {scheme} for {name!r}"
+        if scheme.calibrated and not (CALIBRATED.fullmatch(name) and len(shape) == 2):
+            raise RecipeError(
+                f"{start} of shape {shape}, whose inputs are not calibrated: expected a matrix of "
+                "a block's attn or mlp, or the embedding; use intB:k, as in int6:12.85, or fp16"
+            )
+        row = shape[-1] if shape else 1
+        if scheme.group and row % scheme.group:
+            raise RecipeError(
+                f"{start}: rows of {row} weights are not whole runs of {scheme.group}; "
+                f"choose a divisor of {row}"
+            )
 
 
-def _needs_calibration(name: str, scheme: Scheme) -> RecipeError:
-    return RecipeError(
-        f"quant.rules: {scheme} for {name!r} needs a calibration, which no command makes yet; use "
-        "intB:k, as in int6:12.85"
-    )
-
-
-# Name, weight and scheme -> the tensor, rounded with a calibration.
-Solve = Callable[[str, np.ndarray, Scheme], QuantizedTensor]
+# Weights and schemes of the tensors that need a calibration -> the tensors.
+Solve = Callable[[Mapping[str, np.ndarray], Mapping[str, Scheme]], QuantizedModel]
 
 
 def quantize_model(
     weights: Mapping[str, np.ndarray], rules: Sequence[str], solve: Solve | None = None
 ) -> QuantizedModel:
     """Every tensor by its rule, in name order; `solve` rounds those that need a calibration."""
-    tensors = {}
-    for name, scheme in match_rules(sorted(weights), rules).items():
-        if not scheme.calibrated:
-            tensors[name] = quantize(weights[name], scheme)
-        elif solve is None:
-            raise _needs_calibration(name, scheme)
-        else:
-            tensors[name] = solve(name, weights[name], scheme)
-    return tensors
+    schemes = match_rules(sorted(weights), rules)
+    calibrated = {name: scheme for name, scheme in schemes.items() if scheme.calibrated}
+    solved: QuantizedModel = {}
+    if calibrated:
+        if solve is None:
+            name, scheme = next(iter(calibrated.items()))
+            raise RecipeError(
+                f"quant.rules: {scheme} for {name!r} needs a calibration and none was given; "
+                "calibrate first, or use intB:k, as in int6:12.85"
+            )
+        solved = solve({name: weights[name] for name in calibrated}, calibrated)
+    return {
+        name: solved[name] if name in solved else quantize(weights[name], scheme)
+        for name, scheme in schemes.items()
+    }

@@ -8,10 +8,11 @@ files, so tracebacks, `spawn` and kernel compilers that read their source keep w
 from __future__ import annotations
 
 import ast
-import base64
 import json
 import lzma
+import re
 from collections.abc import Iterable
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,12 +21,20 @@ from underpar.recipe import Recipe
 
 ENTRY = "underpar.submit.entry"
 
-BOOTSTRAP = """import base64,importlib,json,lzma,pathlib,sys,tempfile
+# Sources are text with contexts of a byte or two, at no fixed alignment.
+FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "lc": 4, "pb": 0}]
+
+# Latin-1 has a character for every byte, so the payload is a plain literal: base85 is a quarter
+# longer.
+BOOTSTRAP = """#coding:latin-1
+import importlib,json,lzma,pathlib,sys,tempfile
 with tempfile.TemporaryDirectory() as folder:
- for name,text in json.loads(lzma.decompress(base64.b85decode({payload!r}))).items():
+ for name,text in json.loads(lzma.decompress('{payload}'.encode('l1'),3,None,{filters})).items():
   path=pathlib.Path(folder,name);path.parent.mkdir(parents=True,exist_ok=True);path.write_text(text)
  sys.path.insert(0,folder);importlib.import_module({entry!r}).main()
 """
+# What a literal between single quotes cannot hold as it is.
+ESCAPES = str.maketrans({"\\": "\\\\", "'": "\\'", "\0": "\\0", "\n": "\\n", "\r": "\\r"})
 
 
 def bundle(recipe: Recipe, entry: str = ENTRY) -> bytes:
@@ -36,9 +45,18 @@ def bundle(recipe: Recipe, entry: str = ENTRY) -> bytes:
         path = _path(module)
         inside = module.replace(".", "/") + ("/__init__.py" if path.stem == "__init__" else ".py")
         sources[inside] = strip(path.read_text())
-    packed = lzma.compress(json.dumps(sources).encode(), preset=9 | lzma.PRESET_EXTREME)
-    payload = base64.b85encode(packed).decode()
-    return BOOTSTRAP.format(payload=payload, entry=entry).encode()
+    raw = json.dumps(sources, separators=(",", ":")).encode()
+    packed = lzma.compress(raw, lzma.FORMAT_RAW, filters=FILTERS)
+    payload = as_literal(packed)
+    filters = repr(FILTERS).replace(" ", "")
+    return BOOTSTRAP.format(payload=payload, entry=entry, filters=filters).encode("latin-1")
+
+
+def as_literal(data: bytes) -> str:
+    """Bytes as Latin-1 characters of a Python literal between single quotes."""
+    text = data.decode("latin-1").translate(ESCAPES)
+    # A digit after an escaped zero would be read as part of its number.
+    return re.sub(r"\\0(?=[0-7])", r"\\x00", text)
 
 
 def module_closure(roots: Iterable[str]) -> set[str]:
@@ -55,7 +73,8 @@ def module_closure(roots: Iterable[str]) -> set[str]:
     return found
 
 
-def imported_modules(source: str) -> list[str]:
+@cache
+def imported_modules(source: str) -> tuple[str, ...]:
     """Modules of this package that a source imports, but for those of type checking alone."""
     tree = ast.parse(source)
     names: list[str] = []
@@ -65,7 +84,7 @@ def imported_modules(source: str) -> list[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             names.append(node.module)
             names += [f"{node.module}.{alias.name}" for alias in node.names]
-    return [n for n in names if n.split(".")[0] == "underpar" and _is_module(n)]
+    return tuple(n for n in names if n.split(".")[0] == "underpar" and _is_module(n))
 
 
 def _running_nodes(node: ast.AST) -> Iterable[ast.AST]:
@@ -89,6 +108,7 @@ def _path(module: str) -> Path:
     return Path(spec.origin)
 
 
+@cache
 def strip(source: str) -> str:
     """The source without docstrings and comments; names, asserts and lines of code stay."""
     tree = ast.parse(source)
@@ -96,4 +116,5 @@ def strip(source: str) -> str:
     for node in ast.walk(tree):
         if isinstance(node, holders) and ast.get_docstring(node, clean=False) is not None:
             node.body = node.body[1:] or [ast.Pass()]
-    return ast.unparse(tree)
+    # Spaces at the start of a line are nesting alone: strings are written with escapes.
+    return re.sub(r"(?m)^ +", lambda found: found[0][::4], ast.unparse(tree))

@@ -48,6 +48,16 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, object]]:
     return tensors, about
 
 
+def read_about(path: Path) -> dict[str, object]:
+    """The description alone of what `save_tensors` wrote."""
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            about: dict[str, object] = json.loads((file.metadata() or {})["about"])
+    except (SafetensorError, KeyError, ValueError, OSError) as error:
+        raise RunError(f"{path} cannot be read ({error}); make it again or restore it") from error
+    return about
+
+
 def save_checkpoint(
     path: Path, position: Position, parts: Mapping[str, Mapping[str, Tensor]]
 ) -> None:

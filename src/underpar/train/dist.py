@@ -93,12 +93,20 @@ def _needs_all(runtime: Runtime) -> Iterator[None]:
 
 def sum_over_ranks(tensors: Iterable[Tensor], runtime: Runtime) -> None:
     """Replace each tensor by its sum over ranks, in one flat message."""
+    _reduce(list(tensors), runtime, dist.ReduceOp.SUM)
+
+
+def largest_over_ranks(tensors: Iterable[Tensor], runtime: Runtime) -> None:
+    """Replace each tensor by its largest values over ranks, in one flat message."""
+    _reduce(list(tensors), runtime, dist.ReduceOp.MAX)
+
+
+def _reduce(parts: list[Tensor], runtime: Runtime, how: dist.ReduceOp.RedOpType) -> None:
     if runtime.world == 1:
         return
-    parts = list(tensors)
     flat = torch.cat([t.reshape(-1) for t in parts])
     with _needs_all(runtime):
-        dist.all_reduce(flat)
+        dist.all_reduce(flat, how)
     for tensor, total in zip(parts, flat.split([t.numel() for t in parts]), strict=True):
         tensor.copy_(total.view_as(tensor))
 

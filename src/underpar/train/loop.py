@@ -1,6 +1,7 @@
 """The training loop, on one screen: progress, step, average, log, checkpoint, stop.
 
-The held-out text is priced in pauses of the training clock; see `validate`, which only reports.
+The held-out text is priced, and the packed size forecast, in pauses of the training clock: both
+only report.
 """
 
 from __future__ import annotations
@@ -8,10 +9,9 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -22,7 +22,7 @@ from underpar.model.gpt import GPT
 from underpar.recipe import TrainPart
 from underpar.run import RunFolder, write_atomic, write_json
 from underpar.runtime import Clock, Runtime, process_age_seconds
-from underpar.seams import Averager, Penalty
+from underpar.seams import Averager, Disguise, Penalty
 from underpar.train import schedule
 from underpar.train.checkpoint import Position, read_checkpoint, save_checkpoint, save_tensors
 from underpar.train.compiled import compile_loss
@@ -39,9 +39,11 @@ from underpar.train.warmup import warm_up
 
 # A logged line -> whether to stop there.
 OnStep = Callable[[dict[str, Any]], bool | None]
+# Weights by name -> bytes of the artifact, if they were packed now.
+SizeOf = Callable[[Mapping[str, torch.Tensor]], int]
 
 # Phases that the budget does not count.
-UNCOUNTED = ("compile", "validate")
+UNCOUNTED = ("compile", "validate", "size")
 
 
 @dataclass
@@ -58,6 +60,8 @@ class Trainer:
     validator: Validator
     averagers: list[Averager] = field(default_factory=list)
     penalties: list[Penalty] = field(default_factory=list)
+    disguises: list[Disguise] = field(default_factory=list)
+    size_of: SizeOf | None = None
 
     def __post_init__(self) -> None:
         self.optimizer = Optimizer(self.model, self.part, self.runtime)
@@ -68,6 +72,7 @@ class Trainer:
         # Step and loss: read where the device is waited for anyway.
         self._last = (0, torch.zeros(()))
         self._logged_seconds = 0.0
+        self._sized_seconds = 0.0
         # From the command to the first step, compilation and all.
         self._start_seconds = 0.0
         self._loss_of = compile_loss() if self.runtime.compiled else mean_loss
@@ -129,8 +134,16 @@ class Trainer:
         self.model.set_progress(p)
         num_micro = self.loader.num_micro_batches
         batches = feed.at(step, context)
-        penalty = partial(sum_penalties, self.penalties, self.model, step, p)
-        loss = accumulate(self.model, batches, num_micro, self.runtime, self._loss_of, penalty)
+        with ExitStack() as disguise:
+            for lever in self.disguises:
+                disguise.enter_context(lever.disguise(self._weights(), p))
+
+            def penalty() -> torch.Tensor | None:
+                # What reads the weights alone reads the true ones.
+                disguise.close()
+                return sum_penalties(self.penalties, self.model, step, p)
+
+            loss = accumulate(self.model, batches, num_micro, self.runtime, self._loss_of, penalty)
         decay_scale = schedule.decay_scale(self.part, p)
         norm = self.optimizer.step(scale, schedule.momentum(self.part, p), decay_scale)
         for averager in self.averagers:
@@ -159,6 +172,7 @@ class Trainer:
         self.forecast.add(line["progress"], line["loss"])
         final_bpb = self.forecast.final_bpb()
         line |= {} if final_bpb is None else {"forecast_bpb": final_bpb}
+        line |= self._forecast_size_if_due(line)
         line |= self.meter.read(tokens, self.position.seconds, self._token_flops())
         if self.runtime.device.type == "cuda":
             line["memory_bytes"] = torch.cuda.max_memory_allocated()
@@ -197,6 +211,22 @@ class Trainer:
             average = self.averagers[-1].average() if self.averagers else None
             return self.validator.run(self.model, average)
 
+    def _forecast_size_if_due(self, line: dict[str, Any]) -> dict[str, int]:
+        """Field of a metrics line with a validation, or so many seconds after the last such one."""
+        passed = self.position.seconds - self._sized_seconds
+        if "val_bpb" not in line and passed < self.part.checkpoint_seconds:
+            return {}
+        self._sized_seconds = self.position.seconds
+        return self._forecast_size()
+
+    def _forecast_size(self) -> dict[str, int]:
+        """Bytes of the artifact if it were packed now, outside the training clock."""
+        if self.size_of is None:
+            return {}
+        self.runtime.synchronize()
+        with self.meter.clock.phase("size"):
+            return {"forecast_bytes": self.size_of(self._packed_weights())}
+
     def _check(self) -> None:
         """End a run whose loss broke, before a checkpoint of it is written."""
         step, loss = self._last
@@ -207,6 +237,10 @@ class Trainer:
 
     def _weights(self) -> dict[str, torch.Tensor]:
         return dict(self.model.state_dict())
+
+    def _packed_weights(self) -> dict[str, torch.Tensor]:
+        """What packing gets."""
+        return self.averagers[-1].average() if self.averagers else self._weights()
 
     def checkpoint(self) -> None:
         """Write everything a resumed run needs, atomically."""
@@ -245,21 +279,23 @@ class Trainer:
                 self.guard.check(line["step"], line["loss"])
                 self.forecast.add(line["progress"], line["loss"])
                 self._logged_seconds = line["seconds"]
+                if "forecast_bytes" in line:
+                    self._sized_seconds = line["seconds"]
             write_atomic(self.folder.metrics_file, "".join(json.dumps(m) + "\n" for m in kept))
 
     def _save_weights(self) -> None:
         if self.runtime.is_main:
-            weights = self.averagers[-1].average() if self.averagers else self._weights()
             about = {"recipe_hash": self.position.recipe_hash, "step": self.position.step}
-            save_tensors(self.folder.weights_file, weights, about)
+            save_tensors(self.folder.weights_file, self._packed_weights(), about)
 
     def _report(self) -> None:
-        """Price the held-out text with the final weights, before they are quantized."""
+        """Price text and size of the final weights, before they are quantized."""
         found = self._validate()
         if self.runtime.is_main:
             step, seconds = self.position.step, self.position.seconds
             about = {"step": step, "seconds": seconds, "tokens": step * self.loader.step_tokens}
-            write_json(self.folder.validation_file, about | found.as_dict())
+            values = found.as_dict() | self._forecast_size()
+            write_json(self.folder.validation_file, about | values)
 
 
 @contextmanager

@@ -1,0 +1,215 @@
+"""Ways to round one trained model to a size, public and ours, and to count the bytes of each.
+
+A curve of `lab.quant_curves` is a function from a model and a factor, by which all published steps
+are scaled, to a rounded model, and a function that counts that model's bytes by part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from underpar.artifact import gaussian_writer
+from underpar.artifact.budget import class_of
+from underpar.artifact.pack import pack
+from underpar.artifact.unpack import Artifact, LazyArtifact
+from underpar.lab.published_coders import (
+    SMALL_WEIGHTS,
+    Compressor,
+    lzma_bytes,
+    per_group_bytes,
+    shrink,
+    side_bytes,
+    split,
+)
+from underpar.model.gpt import GPT
+from underpar.packing import Trained
+from underpar.quant import lqer, tune
+from underpar.quant.allocate import Layout, RateCurve, gaussian_bits, rate_curve
+from underpar.quant.calibration import TrainingText
+from underpar.quant.files import Measured
+from underpar.quant.rules import match_rules, quantize_model
+from underpar.quant.schemes import QuantizedModel, Scheme, dequantize, parse_scheme
+from underpar.quant.solve import Solver
+from underpar.runtime import Runtime
+from underpar.train.validate import Validator
+
+# Bits, and widths in row deviations, of PR 2014.
+PUBLISHED = {"embedding": (7, 14.0), "attn": (6, 13.0), "mlp": (6, 11.5)}
+# Corrections as published (PR 1797), and ours.
+PLAIN_LQER = lqer.Settings(tensors=3, weighted=False)
+LQER = lqer.Settings(tensors=3)
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One model: its weights, what errors in them cost, and text to price them on."""
+
+    trained: Trained
+    measured: Measured
+    solver: Solver
+    model: GPT
+    """Gets the weights that are priced."""
+    teacher: GPT
+    """Has the trained ones."""
+    text: TrainingText
+    tuning: tune.Settings
+    validator: Validator
+    runtime: Runtime
+    compressor: Compressor
+    pool: Executor
+    """Runs the compressor."""
+    rate_curves: dict[Scheme, RateCurve] = field(default_factory=dict)
+
+    @property
+    def matrices(self) -> dict[str, np.ndarray]:
+        """Weights whose inputs are calibrated."""
+        known = self.measured.calibration.hessians
+        return {name: w for name, w in self.trained.weights.items() if name in known}
+
+    def round(
+        self, schemes: Mapping[str, Scheme], factor: float, constant: float = 1.0
+    ) -> QuantizedModel:
+        """The matrices by `schemes`, all else by the recipe, in fp16 where that needs inputs."""
+        others = match_rules(list(self.trained.weights), self.trained.recipe.quant.rules)
+        plain = {n: Scheme() if s.calibrated else widen(s, factor) for n, s in others.items()}
+        rules = [f"{name} {scheme}" for name, scheme in {**plain, **schemes}.items()]
+        solve = replace(self.solver, constant=constant).solve
+        return quantize_model(self.trained.weights, rules, solve)
+
+    def correct(self, tensors: QuantizedModel, settings: lqer.Settings) -> QuantizedModel:
+        """The model with low-rank corrections."""
+        costs = self.solver.sensitivity if settings.weighted else None
+        calibration = self.measured.calibration
+        weights, device = self.trained.weights, self.solver.device
+        return lqer.correct(tensors, weights, calibration, costs, settings, device)
+
+    def tune(self, tensors: QuantizedModel) -> QuantizedModel:
+        """The model with its control tensors fitted to the rounded matrices."""
+        own = {name for name, _ in self.model.named_parameters()}
+        halves = [n for n, t in tensors.items() if t.scheme.is_half and n in own]
+        names = [name for name in halves if tensors[name].steps.size <= SMALL_WEIGHTS]
+        load(self.model, {name: dequantize(t) for name, t in tensors.items()})
+        found = tune.tune(self.model, names, self.teacher, self.text, self.runtime, self.tuning)
+        tuned = {n: replace(tensors[n], steps=v.reshape(-1).numpy()) for n, v in found.items()}
+        return {**tensors, **tuned}
+
+    def price(self, weights: Mapping[str, np.ndarray]) -> float:
+        """Bits per byte of the documents with these weights."""
+        load(self.model, weights)
+        return self.validator.run(self.model, None).live_bpb
+
+
+def widen(scheme: Scheme, factor: float) -> Scheme:
+    """The scheme with its width in row deviations, if it has one, times a factor."""
+    return replace(scheme, sigmas=round(scheme.sigmas * factor, 6))
+
+
+def load(model: GPT, weights: Mapping[str, np.ndarray]) -> None:
+    """Give a model these weights."""
+    model.load_state_dict(
+        {n: torch.from_numpy(np.ascontiguousarray(w)) for n, w in weights.items()}
+    )
+
+
+def _published_schemes(case: Case, factor: float) -> dict[str, Scheme]:
+    schemes = {}
+    for name in case.matrices:
+        bits, sigmas = PUBLISHED[class_of(name)]
+        schemes[name] = widen(Scheme(bits, sigmas, "gptq"), factor)
+    return schemes
+
+
+def _round_fixed(case: Case, factor: float) -> QuantizedModel:
+    return case.round(_published_schemes(case, factor), factor)
+
+
+def _round_published(case: Case, factor: float) -> QuantizedModel:
+    return case.correct(_round_fixed(case, factor), PLAIN_LQER)
+
+
+def _round_grid(case: Case, factor: float, scheme: Scheme) -> QuantizedModel:
+    """Grids of the rate that the published steps have for Gaussian weights."""
+    matrices = case.matrices
+    if scheme not in case.rate_curves:
+        layout = Layout(columns=scheme.columns, num_states=scheme.states)
+        layouts = dict.fromkeys(matrices, layout)
+        case.rate_curves[scheme] = rate_curve(matrices, case.solver.sensitivity, layouts)
+    rate_bits = sum(
+        matrices[name].size * float(gaussian_bits(own.sigmas / own.limit))
+        for name, own in _published_schemes(case, factor).items()
+    )
+    constant = case.rate_curves[scheme].constant_for(rate_bits)
+    return case.round(dict.fromkeys(matrices, scheme), factor, constant)
+
+
+def _round_corrected(case: Case, factor: float, scheme: Scheme) -> QuantizedModel:
+    return case.tune(case.correct(_round_grid(case, factor, scheme), LQER))
+
+
+# Bytes by part, and a remark.
+Count = tuple[dict[str, int], str]
+
+
+def _count_lzma(case: Case, tensors: QuantizedModel) -> Count:
+    return {"symbols": lzma_bytes(split(tensors)[0]), **side_bytes(tensors, shrink)}, "lzma"
+
+
+def _count_groups(case: Case, tensors: QuantizedModel) -> Count:
+    codes, _ = split(tensors)
+    found = per_group_bytes(codes, case.compressor, case.pool, case.solver.device)
+    with_sort = found.sorted_bytes + found.permutation_bytes
+    remark = (
+        f"{case.compressor.name}, rows {'sorted' if found.sort_pays else 'unsorted'} "
+        f"({with_sort} bytes of symbols and permutations with the sort, {found.unsorted_bytes} "
+        "without)"
+    )
+    return {**found.parts(), **side_bytes(tensors, shrink)}, remark
+
+
+def _count_coder(case: Case, tensors: QuantizedModel) -> Count:
+    codes, _ = split(tensors)
+    symbols = sum(map(len, gaussian_writer.encode_many([*codes.values()])))
+    parts = {"symbols": symbols, **side_bytes(tensors)}
+    # The length of each stream.
+    parts["framing"] += 4 * len(codes)
+    return parts, "row and column widths"
+
+
+def _count_file(case: Case, tensors: QuantizedModel) -> Count:
+    """The artifact as it would be written, its recipe included, its tokenizer empty."""
+    data = pack(Artifact(case.trained.recipe, b"", tensors))
+    _, _, halves, indices, codes, corrections = LazyArtifact(data).section_bytes
+    parts = {"symbols": codes, "steps": indices, "controls": halves, "corrections": corrections}
+    return {**parts, "framing": len(data) - sum(parts.values())}, "packed file"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A way to round at a size, and a way to store what comes out."""
+
+    what: str
+    round: Callable[[Case, float], QuantizedModel]
+    count: Callable[[Case, QuantizedModel], Count]
+
+
+def _grid(what: str, name: str, make: Callable[[Case, float, Scheme], QuantizedModel]) -> Curve:
+    scheme = parse_scheme(name)
+    return Curve(what, lambda case, factor: make(case, factor, scheme), _count_file)
+
+
+# (b) first: its programs run while others are rounded.
+CURVES = {
+    "b": Curve("int6/int7 + groups, lrzip/zpaq, LQER", _round_published, _count_groups),
+    "a": Curve("int6/int7 + lzma", _round_fixed, _count_lzma),
+    "c": Curve("int6/int7 + row and column coder", _round_fixed, _count_coder),
+    "d": _grid("+ steps by sensitivity", "grid1", _round_grid),
+    "d+": _grid("+ steps by sensitivity, columns too", "grid1+columns", _round_grid),
+    "e": _grid("+ trellis", "grid8", _round_grid),
+    "e+": _grid("+ trellis, columns too", "grid8+columns", _round_grid),
+    "f": _grid("+ trellis, columns, corrections", "grid8+columns", _round_corrected),
+}

@@ -1,0 +1,106 @@
+"""Straight-through rounding: late in training, losses are those of the weights packing would store.
+
+In each step the matrices are rounded for the forward and backward passes and put back before the
+optimizer steps. The gradient of w + stopgrad(Q(w) - w) is the gradient at Q(w), so this is fake
+quantization, exactly, without a line in the network: no second graph, nothing that a compiler could
+freeze. Published versions switch it by a flag of the network, which the compiler froze at its first
+trace, so that late rounding never ran. Q is the packer's rounding, halves of steps and all; choose
+`bits` and `sigmas` as in quant.rules. Cost: one rounding and one copy of each matrix a step, and
+the memory of the copies. Source: straight-through estimator (Bengio, Leonard and Courville 2013,
+arXiv:1308.3432); rounding of all weights in training since PR 65, dropped as of little or no
+benefit by PR 1218. Legal: it only sees the weights.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from underpar.recipe import ModelSpec, require
+
+STAGE = "train"
+
+# What a stored step may be: a normal half.
+SMALLEST_STEP, LARGEST_STEP = 2.0**-14, 65504.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """From `start` of the run on, matrices whose names fit `pattern` are rounded to integers of
+    `bits` bits, `sigmas` row deviations wide (0: as wide as the row's largest value)."""
+
+    start: float = 0.85
+    pattern: str = "blocks.*.weight"
+    bits: int = 6
+    sigmas: float = 12.85
+
+    def __post_init__(self) -> None:
+        start, bits, sigmas = self.start, self.bits, self.sigmas
+        require(0 <= start <= 1, f"levers.ste.start = {start}: expected 0 to 1")
+        require(2 <= bits <= 8, f"levers.ste.bits = {bits}: expected 2 to 8")
+        require(0 <= sigmas < 1000, f"levers.ste.sigmas = {sigmas}: expected 0 to 1000")
+
+
+# Training is never at 1 of its budget.
+NEUTRAL = Settings(start=1.0)
+# By default so short a run would not see it.
+TINY = (Settings(start=0.0),)
+
+
+class StraightThrough:
+    """Rounds weights for the passes of a step."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+    def disguise(self, weights: Mapping[str, Tensor], p: float) -> AbstractContextManager[None]:
+        """Inside, the matrices are rounded; behind it, they are what they were, bit for bit."""
+        pattern = self.settings.pattern
+        chosen = [
+            weight
+            for name, weight in weights.items()
+            if weight.ndim > 1 and fnmatch.fnmatchcase(name, pattern)
+        ]
+        # Asked from the first step on, so that nobody trains to `start` for nothing.
+        require(
+            bool(chosen),
+            f"levers.ste.pattern = {pattern!r} fits no matrix of the model; try 'blocks.*.weight'",
+        )
+        if p < self.settings.start:
+            return nullcontext()
+        return _rounded(chosen, self.settings)
+
+
+@contextmanager
+def _rounded(weights: Sequence[Tensor], settings: Settings) -> Iterator[None]:
+    originals = [weight.clone() for weight in weights]
+    try:
+        for weight in weights:
+            weight.copy_(round_rows(weight, settings.bits, settings.sigmas))
+        yield
+    finally:
+        torch._foreach_copy_(list(weights), originals)
+
+
+def round_rows(weight: Tensor, bits: int, sigmas: float) -> Tensor:
+    """The weight as the scheme intB:k stores it, or intB where `sigmas` is 0."""
+    limit = 2 ** (bits - 1) - 1
+    rows = weight.flatten(1)  # (R, C)
+    # One column has no deviation; its largest value serves.
+    if sigmas and rows.shape[1] > 1:
+        widths = sigmas * rows.std(dim=1, keepdim=True)
+    else:
+        widths = rows.abs().amax(dim=1, keepdim=True)
+    steps = (widths / limit).clamp(SMALLEST_STEP, LARGEST_STEP).half().to(rows.dtype)
+    codes = (rows / steps).round().clamp(-limit, limit)
+    return (codes * steps).view_as(weight)
+
+
+def plug(settings: Settings, spec: ModelSpec) -> StraightThrough:
+    """The disguise for the training loop."""
+    return StraightThrough(settings)

@@ -1,0 +1,351 @@
+"""From weights to one file, stage by stage over the run folder: calibrate, quantize, pack, unpack.
+
+    weights.safetensors --calibrate--> calibration.safetensors   (reads training text)
+    both --quantize--> quantized.safetensors   (one constant, fitted to the cap)
+    quantized.safetensors --pack--> model.upar --unpack--> weights as they are scored
+
+Each stage can be run again without the ones before it; none believes a file of other weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from underpar.artifact.budget import Budget, read_budget
+from underpar.artifact.fit import Round, fit_to_cap
+from underpar.artifact.format import squeeze
+from underpar.artifact.pack import Artifact, pack, unpack
+from underpar.build import build_model, read_artifact, weight_shapes
+from underpar.data.folder import DataFolder, load_data
+from underpar.errors import ArtifactError, RecipeError, RunError
+from underpar.infer.predictor import Predictor
+from underpar.model.gpt import GPT
+from underpar.parts import QuantPart
+from underpar.quant import awq, fisher, lqer, tune
+from underpar.quant.allocate import Layout, gaussian_bits, rate_curve, sensitivities
+from underpar.quant.calibration import SelfGenerated, Text, TrainingText, collect
+from underpar.quant.files import (
+    Measured,
+    read_measured,
+    read_quantized,
+    save_measured,
+    save_quantized,
+)
+from underpar.quant.logsteps import to_index
+from underpar.quant.rules import match_rules, quantize_model
+from underpar.quant.schemes import QuantizedModel, Scheme, dequantize
+from underpar.quant.solve import Solver
+from underpar.recipe import Recipe, to_tree
+from underpar.run import RunFolder, write_atomic, write_json
+from underpar.runtime import Runtime
+from underpar.submit.bundle import bundle
+from underpar.train.checkpoint import read_about, read_tensors, save_tensors
+from underpar.train.dist import ALONE, ask_main
+
+OnRound = Callable[[Round], None]
+
+# Lanes that a model writes for its own calibration are at most this long.
+LANE_TOKENS = 2048
+
+
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """A run's weights, by name, and the file they came from."""
+
+    recipe: Recipe
+    weights: dict[str, np.ndarray]
+    sha256: str
+
+
+def read_trained(folder: RunFolder) -> Trained:
+    """The final weights of a run."""
+    recipe = folder.read_recipe()
+    path = folder.need(folder.weights_file)
+    tensors, about = read_tensors(path)
+    if about.get("recipe_hash") != recipe.hash:
+        raise RunError(f"{path} was trained with another recipe; train again")
+    weights = {name: t.float().numpy() for name, t in sorted(tensors.items())}
+    with path.open("rb") as file:
+        return Trained(recipe, weights, hashlib.file_digest(file, "sha256").hexdigest())
+
+
+def load_model(recipe: Recipe, weights: Mapping[str, np.ndarray]) -> GPT:
+    """The recipe's network with these weights."""
+    model = build_model(recipe)
+    model.load_state_dict({name: torch.from_numpy(w) for name, w in weights.items()})
+    return model
+
+
+def needs_calibration(recipe: Recipe) -> bool:
+    """Whether any rule's scheme has to know the inputs of its matrix."""
+    schemes = match_rules(list(weight_shapes(recipe)), recipe.quant.rules)
+    return any(scheme.calibrated for scheme in schemes.values())
+
+
+def calibrate(folder: RunFolder, data: DataFolder, runtime: Runtime, source: str = "") -> Measured:
+    """Read training text, or what the model writes, with a run's weights; all ranks together."""
+    started = time.perf_counter()
+    trained = ask_main(lambda: read_trained(folder), runtime)
+    part = trained.recipe.quant
+    source = source or part.calibration
+    model = load_model(trained.recipe, trained.weights).to(runtime.device)
+    batches = (part.calibration_batches, min(part.fisher_batches, part.calibration_batches))
+    whole, few = (_text(source, part, data, model, number) for number in batches)
+    calibration = collect(model, whole, runtime)
+    gradients = fisher.measure(model, few, runtime)
+    runtime.synchronize()
+    about = {
+        "weights_sha256": trained.sha256,
+        "text": source,
+        "tokens": calibration.num_tokens,
+        "seconds": time.perf_counter() - started,
+    }
+    measured = Measured(calibration, gradients, about)
+    ask_main(lambda: save_measured(folder.calibration_file, measured), runtime)
+    return measured
+
+
+def _text(source: str, part: QuantPart, data: DataFolder, model: GPT, num_batches: int) -> Text:
+    if source == "train":
+        return TrainingText(data, num_batches, part.calibration_batch_tokens)
+    if source != "self":
+        raise RecipeError(f"calibration text {source!r}: expected 'train' or 'self'")
+    device = next(model.parameters()).device
+    lane_tokens = min(LANE_TOKENS, model.spec.context)
+    return SelfGenerated(
+        Predictor(model, device, []).stepper,
+        num_batches,
+        num_lanes=max(1, part.calibration_batch_tokens // lane_tokens),
+        lane_tokens=lane_tokens,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Press:
+    """A trained model, ready to be rounded with one constant after another."""
+
+    trained: Trained
+    tokenizer: bytes
+    cap_bytes: int
+    measured: Measured | None
+    solver: Solver | None
+    """None where no scheme needs a calibration."""
+
+    @cached_property
+    def schemes(self) -> dict[str, Scheme]:
+        """How each tensor is stored."""
+        return match_rules(list(self.trained.weights), self.trained.recipe.quant.rules)
+
+    @cached_property
+    def grids(self) -> dict[str, np.ndarray]:
+        """Matrices whose steps follow the constant."""
+        return {n: self.trained.weights[n] for n, s in self.schemes.items() if s.states}
+
+    def make(self, constant: float) -> tuple[QuantizedModel, int]:
+        """The model rounded with a constant for its grids, and its bytes with the code."""
+        solve = replace(self.solver, constant=constant).solve if self.solver else None
+        rules = self.trained.recipe.quant.rules
+        tensors = quantize_model(self.trained.weights, rules, solve)
+        if self.solver and self.measured:
+            tensors = lqer.correct(
+                tensors,
+                self.trained.weights,
+                self.measured.calibration,
+                self.solver.sensitivity,
+                self._lqer_settings(),
+                self.solver.device,
+            )
+        return tensors, self.budget(pack(self.artifact(tensors))).total_bytes
+
+    def _lqer_settings(self) -> lqer.Settings:
+        part = self.trained.recipe.quant
+        return lqer.Settings(
+            part.lqer_tensors,
+            part.lqer_rank,
+            part.lqer_left_bits,
+            part.lqer_right_bits,
+            part.lqer_group,
+            part.lqer_symmetric,
+            part.lqer_weighted,
+        )
+
+    def artifact(self, tensors: QuantizedModel) -> Artifact:
+        """What is packed, with the largest inputs of its matrices where they are known."""
+        largest = self.measured.calibration.largest if self.measured else {}
+        scales = {name: int(to_index(np.array(value))) for name, value in largest.items()}
+        return Artifact(self.trained.recipe, self.tokenizer, tensors, scales)
+
+    def budget(self, data: bytes) -> Budget:
+        """Every byte of a packed file and of the code that reads it."""
+        return read_budget(data, self.code_bytes, self.cap_bytes)
+
+    @cached_property
+    def code_bytes(self) -> int:
+        """Bytes of the script that scores."""
+        return len(bundle(self.trained.recipe))
+
+    def fit(self, on_round: OnRound | None = None) -> tuple[QuantizedModel, dict[str, Any]]:
+        """The model that fills the cap, and how it was found; without grids there is no choice."""
+        if not self.grids:
+            tensors, total_bytes = self.make(1.0)
+            return tensors, {"total_bytes": total_bytes}
+        assert self.solver is not None
+        layouts = {
+            name: Layout(columns=self.schemes[name].columns, num_states=self.schemes[name].states)
+            for name in self.grids
+        }
+        curve = rate_curve(self.grids, self.solver.sensitivity, layouts)
+        fitted = fit_to_cap(self.make, curve, self.cap_bytes, self._other_bytes(), on_round)
+        best = fitted.best
+        return fitted.made, {**asdict(best), "rounds": [asdict(r) for r in fitted.rounds]}
+
+    def _other_bytes(self) -> float:
+        """A guess of all but the integers of grids."""
+        total: float = self.code_bytes + len(squeeze(self.tokenizer))
+        for name, scheme in self.schemes.items():
+            shape = self.trained.weights[name].shape
+            total += 2 * scheme.num_halves(shape) + scheme.num_indices(shape)
+            total += expected_bits(scheme) * self.trained.weights[name].size / 8
+        return total
+
+
+def expected_bits(scheme: Scheme) -> float:
+    """Bits a weight that integers of a Gaussian take; 0 for halves, and for grids, which vary."""
+    if not scheme.sigmas:
+        return scheme.bits
+    return float(gaussian_bits(scheme.sigmas / scheme.limit))
+
+
+def open_press(
+    folder: RunFolder,
+    cap_bytes: int | None = None,
+    part: QuantPart | None = None,
+    runtime: Runtime = ALONE,
+) -> Press:
+    """A run's weights with its calibration, or another [quant] section than it was trained with.
+
+    `cap_bytes` may only tighten the recipe's cap.
+    """
+    trained = read_trained(folder)
+    trained = replace(trained, recipe=replace(trained.recipe, quant=part or trained.recipe.quant))
+    most = trained.recipe.limits.cap_bytes
+    if cap_bytes is not None and not 0 < cap_bytes <= most:
+        raise RecipeError(f"cap {cap_bytes}: expected 1 to the recipe's {most}")
+    tokenizer = folder.need(folder.tokenizer_file).read_bytes()
+    measured = solver = None
+    if needs_calibration(trained.recipe):
+        measured = read_measured(folder.need(folder.calibration_file), runtime.device)
+        if measured.about.get("weights_sha256") != trained.sha256:
+            raise RunError(
+                f"{folder.calibration_file} belongs to other weights; run 'underpar calibrate "
+                f"{folder.path}' again"
+            )
+        costs = sensitivities(measured.calibration, measured.fisher)
+        part = trained.recipe.quant
+        schemes = match_rules(list(trained.weights), part.rules)
+        protected = awq.choose(
+            trained.weights,
+            measured.calibration,
+            [name for name, scheme in schemes.items() if scheme.bits and scheme.columns],
+            part.awq_groups,
+            part.awq_group_columns,
+        )
+        solver = Solver(measured.calibration, costs, 1.0, runtime.device, protected=protected)
+    return Press(trained, tokenizer, cap_bytes or most, measured, solver)
+
+
+def quantize_run(
+    press: Press, folder: RunFolder, runtime: Runtime = ALONE, on_round: OnRound | None = None
+) -> dict[str, Any]:
+    """Round a run's weights so that they fill the cap; writes quantized.safetensors.
+
+    Tuning reads the text that the run was trained on: its seconds count as training.
+    """
+    started = time.perf_counter()
+    tensors, found = press.fit(on_round)
+    if press.trained.recipe.quant.tune_steps:
+        began = time.perf_counter()
+        data = load_data(Path(folder.read_json(folder.about_file)["data"]))
+        tuned = tune_controls(press, tensors, data, runtime)
+        # Halves are squeezed together, so other values may take a few bytes more.
+        if press.budget(pack(press.artifact(tuned))).total_bytes <= press.cap_bytes:
+            tensors = tuned
+        found["tune_seconds"] = time.perf_counter() - began
+    about = {**_identity(press), **found, "seconds": time.perf_counter() - started}
+    save_quantized(folder.quantized_file, tensors, about)
+    return about
+
+
+def tune_controls(
+    press: Press, tensors: QuantizedModel, data: DataFolder, runtime: Runtime
+) -> QuantizedModel:
+    """The model with its fp16 vectors tuned to what became of its matrices."""
+    part = press.trained.recipe.quant
+    rounded = {name: dequantize(tensor) for name, tensor in tensors.items()}
+    student, teacher = (
+        load_model(press.trained.recipe, weights).to(runtime.device)
+        for weights in (rounded, press.trained.weights)
+    )
+    trainable = dict(student.named_parameters())
+    names = [n for n, t in tensors.items() if t.scheme.is_half and n in trainable]
+    text = TrainingText(data, part.calibration_batches, part.calibration_batch_tokens)
+    settings = tune.Settings(part.tune_steps, part.tune_lr)
+    found = tune.tune(student, names, teacher, text, runtime, settings)
+    halves = {n: replace(tensors[n], steps=v.numpy().reshape(-1)) for n, v in found.items()}
+    return {name: halves.get(name, tensor) for name, tensor in tensors.items()}
+
+
+def _identity(press: Press) -> dict[str, Any]:
+    """What a rounded model depends on."""
+    return {
+        "weights_sha256": press.trained.sha256,
+        "quant": to_tree(press.trained.recipe)["quant"],
+        "cap_bytes": press.cap_bytes,
+        "calibration": press.measured.about if press.measured else None,
+    }
+
+
+def pack_run(
+    folder: RunFolder,
+    cap_bytes: int | None = None,
+    part: QuantPart | None = None,
+    runtime: Runtime = ALONE,
+    on_round: OnRound | None = None,
+    tokenizer_inside: bool = True,
+) -> Budget:
+    """The artifact of a run, rounded first where that was not done; nothing over the cap.
+
+    A tokenizer outside lies beside the file as tokenizer.model, and is counted all the same.
+    """
+    press = open_press(folder, cap_bytes, part, runtime)
+    found = read_about(folder.quantized_file) if folder.quantized_file.exists() else {}
+    if any(found.get(key) != value for key, value in _identity(press).items()):
+        quantize_run(press, folder, runtime, on_round)
+    tensors, _ = read_quantized(folder.quantized_file)
+    artifact = press.artifact(tensors)
+    data = pack(artifact, tokenizer_inside)
+    if not unpack(data, press.tokenizer).equals(artifact):
+        raise ArtifactError("the packed file does not unpack to what was packed; nothing written")
+    budget = press.budget(data)
+    budget.enforce()
+    write_atomic(folder.artifact_file, data)
+    about = {"artifact_sha256": hashlib.sha256(data).hexdigest()}
+    write_json(folder.budget_file, {**about, **budget.as_dict()})
+    return budget
+
+
+def unpack_artifact(path: Path, out: Path) -> dict[str, Any]:
+    """The weights of an artifact as they are scored, fp32, in a safetensors file."""
+    artifact, identity = read_artifact(path)
+    weights = {name: torch.from_numpy(dequantize(t)) for name, t in artifact.tensors.items()}
+    save_tensors(out, weights, {"artifact_sha256": identity})
+    return {"tensors": len(weights), "weights": sum(w.numel() for w in weights.values())}

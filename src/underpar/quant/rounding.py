@@ -1,0 +1,59 @@
+"""Round to the nearest multiple of a step: the schemes that need no calibration."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from underpar.errors import ArtifactError, RecipeError
+from underpar.quant.clip_search import SMALLEST_STEP, search_steps
+from underpar.quant.schemes import QuantizedTensor, Scheme
+
+LARGEST_STEP = 65504.0
+
+
+def quantize(weight: np.ndarray, scheme: Scheme) -> QuantizedTensor:
+    """Round each row of `weight` to the nearest multiple of its step."""
+    if not np.isfinite(weight).all():
+        raise ArtifactError("a weight is NaN or infinite; the run diverged, nothing to pack")
+    shape = tuple(weight.shape)
+    if scheme.is_half:
+        with np.errstate(over="ignore"):
+            halves = weight.astype(np.float16).reshape(-1)
+        if not np.isfinite(halves).all():
+            raise ArtifactError("a weight is too large for fp16; give its tensor an int scheme")
+        return QuantizedTensor(shape, scheme, halves)
+    rows = as_rows(weight, scheme.group)
+    steps = row_steps(rows, scheme)
+    codes = np.rint(rows / steps.astype(np.float32)[:, None])
+    codes = np.clip(codes, -scheme.limit, scheme.limit).astype(np.int8)
+    return QuantizedTensor(shape, scheme, steps, codes)
+
+
+def as_rows(weight: np.ndarray, group: int = 0) -> np.ndarray:
+    """A weight as a matrix of fp32: its rows, or runs of `group` weights; one row for a vector."""
+    row = weight.shape[-1] if weight.ndim else 1
+    if group and row % group:
+        raise RecipeError(
+            f"ternary:{group} for a tensor of shape {tuple(weight.shape)}: rows of {row} weights "
+            f"are not whole runs of {group}; choose a divisor of {row}"
+        )
+    num_rows = weight.shape[0] if weight.ndim > 1 else 1
+    return weight.astype(np.float32).reshape(-1 if group else num_rows, group or -1)
+
+
+def row_steps(rows: np.ndarray, scheme: Scheme) -> np.ndarray:
+    """fp16 steps (rows,) of a scheme with bits."""
+    return np.clip(_widths(rows, scheme), SMALLEST_STEP, LARGEST_STEP).astype(np.float16)
+
+
+def _widths(rows: np.ndarray, scheme: Scheme) -> np.ndarray:
+    if scheme.group:
+        # The mean magnitude, as in PR 640.
+        return np.abs(rows).mean(axis=1)
+    if scheme.form == "clip":
+        return search_steps(torch.from_numpy(rows), scheme.limit).numpy()[:, 0]
+    # One column has no deviation; its largest value serves.
+    by_deviation = scheme.sigmas > 0 and rows.shape[1] > 1
+    width = scheme.sigmas * rows.std(axis=1, ddof=1) if by_deviation else np.abs(rows).max(axis=1)
+    return width / scheme.limit

@@ -1,0 +1,265 @@
+"""Curves on a tiny run: every point once, equal symbols, stopping, continuing, refusing."""
+
+import json
+import shutil
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tiny import TinyRun
+from underpar.build import build_model
+from underpar.data.folder import load_data
+from underpar.errors import BenchError, RunError
+from underpar.lab import quant_case, quant_curves
+from underpar.lab.quant_case import CURVES, Case
+from underpar.lab.quant_curves import FACTORS, Request, first_documents, main, measure, read_request
+from underpar.model.gpt import GPT
+from underpar.packing import read_trained
+from underpar.quant import fisher
+from underpar.quant.calibration import TrainingText, collect
+from underpar.quant.files import Measured, save_measured
+from underpar.quant.schemes import QuantizedModel, dequantize, parse_scheme
+from underpar.run import RunFolder
+from underpar.runtime import Runtime
+
+DOCUMENTS, TUNE = 3, 2
+# Those that differ in how they round or count.
+SOME = {name: CURVES[name] for name in ("b", "a", "c", "d", "e+", "f")}
+
+
+@pytest.fixture(scope="module")
+def run(tiny_run: TinyRun, runtime: Runtime, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny run with a calibration of little text."""
+    path = tmp_path_factory.mktemp("curves") / "run"
+    shutil.copytree(tiny_run.folder.path, path)
+    folder = RunFolder(path)
+    trained = read_trained(folder)
+    model = build_model(trained.recipe)
+    model.load_state_dict({name: torch.from_numpy(w) for name, w in trained.weights.items()})
+    text = TrainingText(load_data(tiny_run.data), num_batches=2, batch_tokens=512)
+    inputs, gradients = collect(model, text, runtime), fisher.measure(model, text, runtime)
+    about = {"weights_sha256": trained.sha256}
+    save_measured(folder.calibration_file, Measured(inputs, gradients, about))
+    return path
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A program that compresses its standard input."""
+    path = tmp_path_factory.mktemp("programs") / "pack"
+    path.write_text(
+        f"#!{sys.executable}\nimport lzma, sys\n"
+        "sys.stdout.buffer.write(lzma.compress(sys.stdin.buffer.read()))\n"
+    )
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def request_of(run: Path, tiny_run: TinyRun, program: Path, tmp_path: Path) -> Request:
+    return Request(run, tiny_run.data, tmp_path / "out", 2, DOCUMENTS, TUNE, program, "cpu")
+
+
+@pytest.fixture(scope="module")
+def results(
+    run: Path, tiny_run: TinyRun, program: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """Some curves at two sizes, by the command line."""
+    out = tmp_path_factory.mktemp("results")
+    words = [str(run), "--data", str(tiny_run.data), "--out", str(out), "--zpaq", str(program)]
+    words += ["--sizes", "2", "--documents", str(DOCUMENTS), "--tune-steps", str(TUNE)]
+    words += ["--device", "cpu"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quant_curves, "CURVES", SOME)
+        assert main(words) == 0
+    return out
+
+
+def read_points(out: Path) -> dict[tuple[str, float], dict[str, Any]]:
+    rows = json.loads((out / "quant_curves.json").read_text())["points"]
+    assert len(rows) == len({(row["curve"], row["factor"]) for row in rows})
+    return {(row["curve"], row["factor"]): row for row in rows}
+
+
+def test_every_curve_has_its_sizes(results: Path) -> None:
+    points = read_points(results)
+    assert set(points) == {(name, factor) for name in SOME for factor in FACTORS[:2]}
+    for row in points.values():
+        assert row["total_bytes"] == sum(row["parts"].values())
+        assert row["gap_bpb"] == pytest.approx(row["bpb"] - read_unrounded(results))
+    for name in SOME:
+        # Wider steps, fewer bytes.
+        assert points[name, 1.0]["total_bytes"] > points[name, 1.25]["total_bytes"]
+
+
+def read_unrounded(out: Path) -> float:
+    bpb: float = json.loads((out / "quant_curves.json").read_text())["unrounded_bpb"]
+    return bpb
+
+
+def test_equal_symbols_cost_the_same(results: Path) -> None:
+    points = read_points(results)
+    for factor in FACTORS[:2]:
+        assert points["a", factor]["bpb"] == points["c", factor]["bpb"]
+        lzma_parts, our_parts = points["a", factor]["parts"], points["c", factor]["parts"]
+        assert our_parts["symbols"] != lzma_parts["symbols"]
+        for part in ("steps", "controls", "corrections"):
+            assert our_parts[part] == lzma_parts[part]
+
+
+def test_rates_of_grids_match(results: Path) -> None:
+    points = read_points(results)
+    for factor in FACTORS[:2]:
+        wanted = points["c", factor]["parts"]["symbols"]
+        # Steps of a trellis are chosen for the rate, not for the error.
+        for name in ("d", "e+"):
+            assert points[name, factor]["parts"]["symbols"] == pytest.approx(wanted, rel=0.12)
+
+
+def test_the_public_curve_says_how_it_was_stored(results: Path) -> None:
+    remark = read_points(results)["b", 1.0]["remark"]
+    assert remark.startswith("pack, rows ")
+    assert "sorted" in remark
+
+
+def test_tables_are_written(results: Path) -> None:
+    against = json.loads((results / "quant_curves.json").read_text())["against_b"]
+    assert set(against) == set(SOME)
+    assert [row["bytes_ratio"] for row in against["b"]] == pytest.approx([1.0, 1.0])
+    assert "| e+ |" in (results / "quant_curves.md").read_text()
+    assert "<svg" in (results / "quant_curves.svg").read_text()
+
+
+def test_a_stopped_run_continues(
+    results: Path, request_of: Request, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = json.loads((results / "quant_curves.json").read_text())
+    missing = [("c", 1.25), ("d", 1.0)]
+    kept = [p for p in record["points"] if (p["curve"], p["factor"]) not in missing]
+    request_of.out.mkdir()
+    path = request_of.out / "quant_curves.json"
+    path.write_text(json.dumps({**record, "points": kept}))
+    rounded = []
+    plain = quant_curves._round_point
+
+    def watch(case: Case, name: str, *rest: float) -> Any:
+        rounded.append((name, rest[0]))
+        return plain(case, name, *rest)
+
+    monkeypatch.setattr(quant_curves, "CURVES", SOME)
+    monkeypatch.setattr(quant_curves, "_round_point", watch)
+    found = measure(request_of)
+    assert rounded == missing
+    assert len(found["points"]) == len(record["points"])
+    before = read_points(results)
+    for key, row in read_points(request_of.out).items():
+        assert (row["parts"], row["bpb"]) == (before[key]["parts"], before[key]["bpb"])
+
+
+def test_points_are_kept_when_a_later_one_fails(
+    request_of: Request, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(case: Case, factor: float) -> QuantizedModel:
+        raise BenchError("out of luck")
+
+    broken = {"c": CURVES["c"], "z": quant_case.Curve("never", fail, CURVES["c"].count)}
+    monkeypatch.setattr(quant_curves, "CURVES", broken)
+    with pytest.raises(BenchError, match="out of luck"):
+        measure(request_of)
+    assert set(read_points(request_of.out)) == {("c", 1.0), ("c", 1.25)}
+
+
+def test_other_documents_are_refused(results: Path, request_of: Request) -> None:
+    shutil.copytree(results, request_of.out)
+    other = Request(request_of.run, request_of.data, request_of.out, 2, DOCUMENTS + 1)
+    with pytest.raises(RunError, match="choose another --out"):
+        measure(other)
+
+
+def test_another_calibration_is_refused(results: Path, request_of: Request) -> None:
+    record = json.loads((results / "quant_curves.json").read_text())
+    request_of.out.mkdir()
+    other = {**record, "points": record["points"][1:], "calibration_sha256": "0" * 64}
+    (request_of.out / "quant_curves.json").write_text(json.dumps(other))
+    with pytest.raises(RunError, match="earlier points"):
+        measure(request_of)
+
+
+def test_without_a_program_nothing_begins(
+    request_of: Request, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    words = [str(request_of.run), "--data", str(request_of.data), "--out", str(request_of.out)]
+    assert main([*words, "--device", "cpu"]) == 2
+    assert "neither lrzip nor zpaq" in capsys.readouterr().err
+    assert not request_of.out.exists()
+
+
+def test_files_are_counted_whole(results: Path) -> None:
+    points = read_points(results)
+    # Nothing but the recipe and the names of tensors is left over.
+    assert points["d", 1.0]["parts"]["framing"] < 4000
+    # Log steps are shorter than fp16 steps, and those of columns come on top.
+    assert points["d", 1.0]["parts"]["steps"] < points["c", 1.0]["parts"]["steps"]
+    assert points["e+", 1.0]["parts"]["steps"] > points["d", 1.0]["parts"]["steps"]
+
+
+def test_widths_are_scaled() -> None:
+    assert str(quant_case.widen(parse_scheme("gptq6:12"), 1.25)) == "gptq6:15"
+    for name in ("fp16", "int8", "grid8+columns"):
+        assert str(quant_case.widen(parse_scheme(name), 1.25)) == name
+
+
+def test_control_tensors_are_tuned(
+    request_of: Request, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained, data = read_trained(RunFolder(request_of.run)), load_data(request_of.data)
+    with ThreadPoolExecutor(1) as pool:
+        case = quant_curves._open_case(request_of, trained, data, runtime, pool)
+    tensors = CURVES["a"].round(case, 1.0)
+
+    def nudge(model: GPT, names: list[str], *rest: object) -> dict[str, torch.Tensor]:
+        # The rounded matrices are there already.
+        np.testing.assert_array_equal(
+            model.get_parameter("embedding.weight").detach().numpy(),
+            dequantize(tensors["embedding.weight"]),
+        )
+        return {name: model.get_parameter(name).detach().half() + 1 for name in names}
+
+    monkeypatch.setattr(quant_case.tune, "tune", nudge)
+    tuned = case.tune(tensors)
+    assert list(tuned) == list(tensors)
+    changed = {n for n, t in tuned.items() if not np.array_equal(t.steps, tensors[n].steps)}
+    assert "blocks.0.attn_scale" in changed
+    for name in changed:
+        assert tensors[name].scheme.is_half
+        assert tuned[name].steps.dtype == np.float16
+        assert tuned[name].steps.shape == tensors[name].steps.shape
+        np.testing.assert_array_equal(
+            dequantize(tuned[name]).astype(np.float16),
+            dequantize(tensors[name]).astype(np.float16) + np.float16(1),
+        )
+
+
+def test_the_first_documents(tiny_run: TinyRun) -> None:
+    shard = load_data(tiny_run.data).val
+    part = first_documents(shard, 2)
+    assert part.num_documents == 2
+    assert part.num_bytes == int(shard.doc_bytes[:2].sum())
+    for index in range(2):
+        np.testing.assert_array_equal(part.doc(index), shard.doc(index))
+    assert first_documents(shard, 0) is shard
+    assert first_documents(shard, shard.num_documents) is shard
+
+
+def test_requests() -> None:
+    found = read_request(["run", "--data", "d", "--out", "o", "--zpaq", "bin/z"])
+    assert found == Request(Path("run"), Path("d"), Path("o"), zpaq=Path("bin/z"))
+    for wrong in ({"num_sizes": 1}, {"num_sizes": 9}, {"num_documents": -1}):
+        with pytest.raises(BenchError, match="expected"):
+            Request(Path("run"), Path("d"), Path("o"), **wrong)  # type: ignore[arg-type]
