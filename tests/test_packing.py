@@ -10,6 +10,7 @@ import torch
 from tiny import TinyRun
 from underpar import packing, pipeline
 from underpar.build import build_model, build_predictor, read_artifact
+from underpar.calibrating import calibrate
 from underpar.data.folder import load_data
 from underpar.errors import ArtifactError, RecipeError, RunError
 from underpar.parts import QuantPart
@@ -37,7 +38,7 @@ def calibrated(
     path = tmp_path_factory.mktemp("calibrated") / "run"
     shutil.copytree(tiny_run.folder.path, path)
     folder = RunFolder(path)
-    packing.calibrate(folder, load_data(tiny_run.data), runtime)
+    calibrate(folder, load_data(tiny_run.data), runtime)
     return folder
 
 
@@ -125,18 +126,18 @@ def test_calibration_repeats_and_may_write_its_own_text(
 ) -> None:
     data = load_data(tiny_run.data)
     first = folder.calibration_file.read_bytes()
-    again = packing.calibrate(folder, data, runtime)
+    again = calibrate(folder, data, runtime)
     assert again.about["text"] == "train" and again.about["tokens"] == 4 * 2048
     tensors = read_tensors(folder.calibration_file)[0]
     for name, tensor in read_tensors(_written(folder.path / "first", first))[0].items():
         assert torch.equal(tensor, tensors[name]), name
-    own = packing.calibrate(folder, data, runtime, "self")
+    own = calibrate(folder, data, runtime, "self")
     assert own.about["text"] == "self"
     assert not torch.equal(
         own.calibration.hessians["embedding.weight"], again.calibration.hessians["embedding.weight"]
     )
     with pytest.raises(RecipeError, match="'val'"):
-        packing.calibrate(folder, data, runtime, "val")
+        calibrate(folder, data, runtime, "val")
 
 
 def _written(path: Path, data: bytes) -> Path:

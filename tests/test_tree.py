@@ -25,6 +25,7 @@ LEVELS = [
     ["score", "codec"],
     ["levers"],
     ["build"],
+    ["calibrating"],
     ["submit"],
     ["packing"],
     ["audit"],

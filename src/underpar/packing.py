@@ -1,6 +1,6 @@
-"""From weights to one file, stage by stage over the run folder: calibrate, quantize, pack, unpack.
+"""From weights to one file, stage by stage over the run folder: quantize, pack, unpack.
 
-    weights.safetensors --calibrate--> calibration.safetensors   (reads training text)
+    weights.safetensors --calibrate--> calibration.safetensors   (`calibrating`)
     both --quantize--> quantized.safetensors   (one constant, fitted to the cap)
     quantized.safetensors --pack--> model.upar --unpack--> weights as they are scored
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -24,109 +24,32 @@ from underpar.artifact.budget import Budget, read_budget
 from underpar.artifact.fit import Round, fit_to_cap
 from underpar.artifact.format import squeeze
 from underpar.artifact.pack import Artifact, pack, unpack
-from underpar.build import build_model, read_artifact, weight_shapes
+from underpar.build import read_artifact
+from underpar.calibrating import Trained, load_model, needs_calibration, read_trained
 from underpar.data.folder import DataFolder, load_data
 from underpar.errors import ArtifactError, RecipeError, RunError
-from underpar.infer.predictor import Predictor
-from underpar.model.gpt import GPT
 from underpar.parts import QuantPart
-from underpar.quant import awq, fisher, lqer, tune
+from underpar.quant import awq, lqer, tune
 from underpar.quant.allocate import Layout, gaussian_bits, rate_curve, sensitivities
-from underpar.quant.calibration import SelfGenerated, Text, TrainingText, collect
+from underpar.quant.calibration import TrainingText
 from underpar.quant.files import (
     Measured,
     read_measured,
     read_quantized,
-    save_measured,
     save_quantized,
 )
 from underpar.quant.logsteps import to_index
 from underpar.quant.rules import match_rules, quantize_model
 from underpar.quant.schemes import QuantizedModel, Scheme, dequantize
 from underpar.quant.solve import Solver
-from underpar.recipe import Recipe, to_tree
+from underpar.recipe import to_tree
 from underpar.run import RunFolder, write_atomic, write_json
 from underpar.runtime import Runtime
 from underpar.submit.bundle import bundle
-from underpar.train.checkpoint import read_about, read_tensors, save_tensors
-from underpar.train.dist import ALONE, ask_main
+from underpar.train.checkpoint import read_about, save_tensors
+from underpar.train.dist import ALONE
 
 OnRound = Callable[[Round], None]
-
-# Lanes that a model writes for its own calibration are at most this long.
-LANE_TOKENS = 2048
-
-
-@dataclass(frozen=True, eq=False)
-class Trained:
-    """A run's weights, by name, and the file they came from."""
-
-    recipe: Recipe
-    weights: dict[str, np.ndarray]
-    sha256: str
-
-
-def read_trained(folder: RunFolder) -> Trained:
-    """The final weights of a run."""
-    recipe = folder.read_recipe()
-    path = folder.need(folder.weights_file)
-    tensors, about = read_tensors(path)
-    if about.get("recipe_hash") != recipe.hash:
-        raise RunError(f"{path} was trained with another recipe; train again")
-    weights = {name: t.float().numpy() for name, t in sorted(tensors.items())}
-    with path.open("rb") as file:
-        return Trained(recipe, weights, hashlib.file_digest(file, "sha256").hexdigest())
-
-
-def load_model(recipe: Recipe, weights: Mapping[str, np.ndarray]) -> GPT:
-    """The recipe's network with these weights."""
-    model = build_model(recipe)
-    model.load_state_dict({name: torch.from_numpy(w) for name, w in weights.items()})
-    return model
-
-
-def needs_calibration(recipe: Recipe) -> bool:
-    """Whether any rule's scheme has to know the inputs of its matrix."""
-    schemes = match_rules(list(weight_shapes(recipe)), recipe.quant.rules)
-    return any(scheme.calibrated for scheme in schemes.values())
-
-
-def calibrate(folder: RunFolder, data: DataFolder, runtime: Runtime, source: str = "") -> Measured:
-    """Read training text, or what the model writes, with a run's weights; all ranks together."""
-    started = time.perf_counter()
-    trained = ask_main(lambda: read_trained(folder), runtime)
-    part = trained.recipe.quant
-    source = source or part.calibration
-    model = load_model(trained.recipe, trained.weights).to(runtime.device)
-    batches = (part.calibration_batches, min(part.fisher_batches, part.calibration_batches))
-    whole, few = (_text(source, part, data, model, number) for number in batches)
-    calibration = collect(model, whole, runtime)
-    gradients = fisher.measure(model, few, runtime)
-    runtime.synchronize()
-    about = {
-        "weights_sha256": trained.sha256,
-        "text": source,
-        "tokens": calibration.num_tokens,
-        "seconds": time.perf_counter() - started,
-    }
-    measured = Measured(calibration, gradients, about)
-    ask_main(lambda: save_measured(folder.calibration_file, measured), runtime)
-    return measured
-
-
-def _text(source: str, part: QuantPart, data: DataFolder, model: GPT, num_batches: int) -> Text:
-    if source == "train":
-        return TrainingText(data, num_batches, part.calibration_batch_tokens)
-    if source != "self":
-        raise RecipeError(f"calibration text {source!r}: expected 'train' or 'self'")
-    device = next(model.parameters()).device
-    lane_tokens = min(LANE_TOKENS, model.spec.context)
-    return SelfGenerated(
-        Predictor(model, device, []).stepper,
-        num_batches,
-        num_lanes=max(1, part.calibration_batch_tokens // lane_tokens),
-        lane_tokens=lane_tokens,
-    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,6 +30,7 @@ from underpar.build import (
     transform_of,
     weight_shapes,
 )
+from underpar.calibrating import calibrate, needs_calibration
 from underpar.codec.stream import Codec
 from underpar.data.folder import DataFolder, load_data
 from underpar.data.loader import Loader
@@ -38,7 +39,6 @@ from underpar.data.tokens.tokenizer import Tokenizer, read_model
 from underpar.errors import RecipeError, RunError
 from underpar.infer.predictor import Predictor
 from underpar.kernels.attention import backend_of
-from underpar.packing import calibrate, needs_calibration
 from underpar.recipe import Recipe
 from underpar.run import RunFolder, write_atomic, write_json
 from underpar.runtime import Clock, Runtime, seed_everything

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from underpar import packing, pipeline
+from underpar import calibrating, packing, pipeline
 from underpar.artifact.budget import Budget
 from underpar.artifact.fit import MOST_ROUNDS, Round
 from underpar.audit.finding import Finding
@@ -147,7 +147,7 @@ def validation_of(folder: RunFolder) -> dict[str, float]:
 def calibrate(folder: RunFolder, data: Path, runtime: Runtime, source: str = "") -> dict[str, Any]:
     """Read calibration text with a run's weights."""
     with process_group(runtime):
-        return packing.calibrate(folder, load_data(data), runtime, source).about
+        return calibrating.calibrate(folder, load_data(data), runtime, source).about
 
 
 def quantize(

@@ -17,6 +17,7 @@ from underpar.artifact import gaussian_writer
 from underpar.artifact.budget import class_of
 from underpar.artifact.pack import pack
 from underpar.artifact.unpack import Artifact, LazyArtifact
+from underpar.calibrating import Trained
 from underpar.lab.published_coders import (
     SMALL_WEIGHTS,
     Compressor,
@@ -27,7 +28,6 @@ from underpar.lab.published_coders import (
     split,
 )
 from underpar.model.gpt import GPT
-from underpar.packing import Trained
 from underpar.quant import lqer, tune
 from underpar.quant.allocate import Layout, RateCurve, gaussian_bits, rate_curve
 from underpar.quant.calibration import TrainingText

@@ -30,6 +30,7 @@ from threading import Lock
 from typing import Any
 
 from underpar.build import build_model
+from underpar.calibrating import Trained, calibrate, read_trained
 from underpar.console import progress_bar
 from underpar.data.folder import DataFolder, load_data
 from underpar.data.shards import Shard
@@ -44,7 +45,6 @@ from underpar.lab.quant_table import (
     read_point,
     write_table,
 )
-from underpar.packing import Trained, calibrate, read_trained
 from underpar.pipeline import data_identity, make_validator
 from underpar.quant import tune
 from underpar.quant.allocate import sensitivities

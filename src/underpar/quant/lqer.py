@@ -173,7 +173,7 @@ def factorize(white: Tensor, rows: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     Squared errors of row r cost `rows[r]`. All columns of the left factor cost the same, so that
     one step can serve them.
     """
-    scaled = rows.sqrt()[:, None] * white
+    scaled = (rows / rows.mean()).sqrt()[:, None] * white
     rank = min(rank, *white.shape)
     # Eigenvectors of the shorter side: exact, and the same every time.
     if len(white) <= white.shape[1]:

@@ -1,0 +1,102 @@
+"""The first stage from weights to a file: what matrices meet, and what their errors cost."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from underpar.build import build_model, weight_shapes
+from underpar.data.folder import DataFolder
+from underpar.errors import RecipeError, RunError
+from underpar.infer.predictor import Predictor
+from underpar.model.gpt import GPT
+from underpar.parts import QuantPart
+from underpar.quant import fisher
+from underpar.quant.calibration import SelfGenerated, Text, TrainingText, collect
+from underpar.quant.files import Measured, save_measured
+from underpar.quant.rules import match_rules
+from underpar.recipe import Recipe
+from underpar.run import RunFolder
+from underpar.runtime import Runtime
+from underpar.train.checkpoint import read_tensors
+from underpar.train.dist import ask_main
+
+# Lanes that a model writes for its own calibration are at most this long.
+LANE_TOKENS = 2048
+
+
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """A run's weights, by name, and the file they came from."""
+
+    recipe: Recipe
+    weights: dict[str, np.ndarray]
+    sha256: str
+
+
+def read_trained(folder: RunFolder) -> Trained:
+    """The final weights of a run."""
+    recipe = folder.read_recipe()
+    path = folder.need(folder.weights_file)
+    tensors, about = read_tensors(path)
+    if about.get("recipe_hash") != recipe.hash:
+        raise RunError(f"{path} was trained with another recipe; train again")
+    weights = {name: t.float().numpy() for name, t in sorted(tensors.items())}
+    with path.open("rb") as file:
+        return Trained(recipe, weights, hashlib.file_digest(file, "sha256").hexdigest())
+
+
+def load_model(recipe: Recipe, weights: Mapping[str, np.ndarray]) -> GPT:
+    """The recipe's network with these weights."""
+    model = build_model(recipe)
+    model.load_state_dict({name: torch.from_numpy(w) for name, w in weights.items()})
+    return model
+
+
+def needs_calibration(recipe: Recipe) -> bool:
+    """Whether any rule's scheme has to know the inputs of its matrix."""
+    schemes = match_rules(list(weight_shapes(recipe)), recipe.quant.rules)
+    return any(scheme.calibrated for scheme in schemes.values())
+
+
+def calibrate(folder: RunFolder, data: DataFolder, runtime: Runtime, source: str = "") -> Measured:
+    """Read training text, or what the model writes, with a run's weights; all ranks together."""
+    started = time.perf_counter()
+    trained = ask_main(lambda: read_trained(folder), runtime)
+    part = trained.recipe.quant
+    source = source or part.calibration
+    model = load_model(trained.recipe, trained.weights).to(runtime.device)
+    batches = (part.calibration_batches, min(part.fisher_batches, part.calibration_batches))
+    whole, few = (_text(source, part, data, model, number) for number in batches)
+    calibration = collect(model, whole, runtime)
+    gradients = fisher.measure(model, few, runtime)
+    runtime.synchronize()
+    about = {
+        "weights_sha256": trained.sha256,
+        "text": source,
+        "tokens": calibration.num_tokens,
+        "seconds": time.perf_counter() - started,
+    }
+    measured = Measured(calibration, gradients, about)
+    ask_main(lambda: save_measured(folder.calibration_file, measured), runtime)
+    return measured
+
+
+def _text(source: str, part: QuantPart, data: DataFolder, model: GPT, num_batches: int) -> Text:
+    if source == "train":
+        return TrainingText(data, num_batches, part.calibration_batch_tokens)
+    if source != "self":
+        raise RecipeError(f"calibration text {source!r}: expected 'train' or 'self'")
+    device = next(model.parameters()).device
+    lane_tokens = min(LANE_TOKENS, model.spec.context)
+    return SelfGenerated(
+        Predictor(model, device, []).stepper,
+        num_batches,
+        num_lanes=max(1, part.calibration_batch_tokens // lane_tokens),
+        lane_tokens=lane_tokens,
+    )
