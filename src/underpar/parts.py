@@ -199,7 +199,7 @@ class QuantPart:
     lqer_symmetric: bool = False
     lqer_weighted: bool = True
     tune_steps: int = 0
-    tune_lr: float = 1e-3
+    tune_lr: float = 0.01
 
     def __post_init__(self) -> None:
         require(

@@ -2,8 +2,8 @@
 
 LQER (arXiv:2402.02446) adds a product A B of low rank to a rounded matrix, close to its error E.
 PR 1797 takes the leading singular vectors of E. Here the product is the closest one by what an
-error D costs, sum_r g_r D_r H D_r^T, in which E is far less spread out: in a small model half of
-the cost of GPTQ's errors was of rank 1, for the most part the answer to the mean input.
+error D costs, sum_r g_r D_r H D_r^T, where E is far less spread out: in a small model half of the
+cost of GPTQ's errors with a step for each row was of rank 1.
 
 B is rounded first, with the feedback of GPTQ, then A is fitted to what became of B by least
 squares. Steps are those of least cost: PR 1797 takes them from the largest value, which leaves 59 %
