@@ -117,10 +117,11 @@ class Press:
         return len(bundle(self.trained.recipe))
 
     def fit(self, on_round: OnRound | None = None) -> tuple[QuantizedModel, dict[str, Any]]:
-        """The model that fills the cap, and how it was found; without grids there is no choice."""
-        if not self.grids:
-            tensors, total_bytes = self.make(1.0)
-            return tensors, {"total_bytes": total_bytes}
+        """The model that fills the cap, and how it was found; a given constant is no choice."""
+        constant = self.trained.recipe.quant.constant
+        if constant or not self.grids:
+            tensors, total_bytes = self.make(constant)
+            return tensors, {"constant": constant, "total_bytes": total_bytes}
         assert self.solver is not None
         layouts = {
             name: Layout(columns=self.schemes[name].columns, num_states=self.schemes[name].states)

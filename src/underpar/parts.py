@@ -144,8 +144,9 @@ class TrainPart:
         given = min(budgets) >= 0 and max(budgets) > 0
         require(given, "train.budget_seconds, budget_steps, budget_tokens: give one above 0")
         reserve = self.reserve_seconds
+        # Without a limit in seconds there is nothing to keep them of.
         require(
-            reserve == 0 or 0 < reserve < self.budget_seconds,
+            0 <= reserve < self.budget_seconds or self.budget_seconds == 0 <= reserve,
             f"train.reserve_seconds = {reserve}: expected less than budget_seconds",
         )
         for context, _ in self.context_stages:
@@ -183,6 +184,8 @@ class QuantPart:
     """
 
     rules: tuple[str, ...] = ("* fp16",)
+    constant: float = 0.0
+    """Sets the steps of all grids; 0: the one with which they fill the cap."""
     calibration: str = "train"
     """Text that is read to know the inputs: "train", or "self" for what the model writes."""
     calibration_batches: int = 16
@@ -209,7 +212,7 @@ class QuantPart:
         for name in ("calibration_batches", "calibration_batch_tokens", "fisher_batches"):
             value = getattr(self, name)
             require(value > 0, f"quant.{name} = {value}: expected a positive number")
-        for name in ("awq_groups", "lqer_tensors", "tune_steps", "tune_lr"):
+        for name in ("constant", "awq_groups", "lqer_tensors", "tune_steps", "tune_lr"):
             value = getattr(self, name)
             require(value >= 0, f"quant.{name} = {value}: expected 0 or more")
         for name in ("awq_group_columns", "lqer_group"):

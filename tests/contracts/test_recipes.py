@@ -13,6 +13,7 @@ import torch
 from lever_stacks import CPU, batch_of, randomized
 from underpar import packing, pipeline
 from underpar.build import build_model, plug_levers, resolve_levers, weight_shapes
+from underpar.calibrating import calibrate, needs_calibration
 from underpar.data.folder import load_data
 from underpar.infer.predictor import Predictor
 from underpar.model.gpt import GPT
@@ -79,6 +80,8 @@ def trained(
     calls = count_calls(trainer.model)
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     assert trainer.run()
+    if needs_calibration(recipe):
+        calibrate(folder, load_data(data), runtime)
     return trainer, calls, before
 
 

@@ -136,16 +136,20 @@ def test_ranks_add_up_to_the_whole(
     def count(tensors: Any, runtime: Runtime) -> None:
         reduced.append(len(list(tensors)))
 
-    monkeypatch.setattr("underpar.quant.calibration.sum_over_ranks", count)
+    for reduction in ("sum_over_ranks", "largest_over_ranks"):
+        monkeypatch.setattr(f"underpar.quant.calibration.{reduction}", count)
     ranks = [Runtime(torch.device("cpu"), rank, world) for rank in range(world)]
     shares = [collect(model, text, rank) for rank in ranks]
     num_sites = 4 * NUM_LAYERS + 1
-    assert reduced == [num_sites, num_sites + 1] * world
+    assert reduced == [num_sites, num_sites + 1, num_sites] * world
     assert sum(share.num_tokens for share in shares) == found.num_tokens
     for name, hessian in found.hessians.items():
         total = torch.stack([share.hessians[name] for share in shares]).sum(0)
         torch.testing.assert_close(total, hessian, rtol=1e-4, atol=1e-3)
         assert sum(share.num_inputs[name] for share in shares) == found.num_inputs[name]
+        # Batches do not depend on the ranks that read them, up to the last bits of a sum.
+        largest = max(share.largest[name] for share in shares)
+        assert largest == pytest.approx(found.largest[name], rel=1e-5) and largest > 0
 
 
 def state_of(model: GPT) -> tuple[object, ...]:

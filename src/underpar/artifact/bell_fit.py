@@ -26,8 +26,8 @@ from underpar.artifact.lanes import PROB_BITS
 _ESCAPE_BITS = 16
 # Lengths are whole multiples of 2^-16 bit: their sums are exact, whatever the order.
 _UNITS_PER_BIT = 1 << 16
-# Counts in one product: it stays in the cache and below what a BLAS would give to many threads.
-_COUNTS_AT_ONCE = 1 << 11
+# Lines that are counted together.
+_LINES_AT_ONCE = 64
 
 
 def fit(
@@ -88,22 +88,21 @@ def _alternate(
 
 def _price_lines(lines: np.ndarray, shifts: np.ndarray, prices: np.ndarray) -> np.ndarray:
     """Units (N, 96) of each line of magnitudes (N, M) at each index, with shifts (M,) added."""
-    num_lines, width = len(lines), int(lines.max()) + 1
+    width = int(lines.max()) + 1
     values, group = np.unique(shifts, return_inverse=True)
     buckets = clip_buckets(np.arange(NUM_BUCKETS)[:, None] + values)
     priced = prices[buckets, :width].reshape(NUM_BUCKETS, -1).T  # (groups * width, 96)
-    units = np.empty((num_lines, NUM_BUCKETS))
-    step = max(_COUNTS_AT_ONCE // len(priced), 8)
-    depth = _COUNTS_AT_ONCE // step
-    for begin in range(0, num_lines, step):
-        part = lines[begin : begin + step]
-        keys = part + group * width
-        keys += np.arange(len(part))[:, None] * len(priced)
-        flat = np.bincount(keys.ravel(order="K"), minlength=len(part) * len(priced))
-        counts = flat.reshape(len(part), -1)
-        units[begin : begin + step] = sum(
-            counts[:, k : k + depth] @ priced[k : k + depth] for k in range(0, len(priced), depth)
-        )
+    units = np.empty((len(lines), NUM_BUCKETS))
+    # Of all pairs of shift and magnitude lines of one size have few.
+    for chosen in np.array_split(lines.max(axis=1).argsort(), -(-len(lines) // _LINES_AT_ONCE)):
+        pairs = lines[chosen] + group * width
+        used = np.zeros(len(priced), dtype=bool)
+        used[pairs] = True
+        keys = (np.cumsum(used) - 1)[pairs]
+        num_used = int(used.sum())
+        keys += np.arange(len(keys))[:, None] * num_used
+        counts = np.bincount(keys.reshape(-1), minlength=len(keys) * num_used)
+        units[chosen] = counts.reshape(-1, num_used).astype(np.float64) @ priced[used]
     return units
 
 

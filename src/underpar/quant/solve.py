@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
@@ -72,9 +73,10 @@ class Solver:
         `on_tensor` is called with the name of each matrix that is done.
         """
         tasks = [self._plan(name, weights[name], scheme) for name, scheme in schemes.items()]
+        batches = list(self._batches(tasks))
         solved = {}
-        for batch in self._batches(tasks):
-            for task, codes in zip(batch, self._codes(batch), strict=True):
+        for batch, found in zip(batches, self._map(batches), strict=True):
+            for task, codes in zip(batch, found, strict=True):
                 solved[task.name] = replace(task.tensor, codes=codes)
                 if on_tensor is not None:
                     on_tensor(task.name)
@@ -114,6 +116,15 @@ class Solver:
             size = max(1, allowed // (each * group[0].weight.size))
             for start in range(0, len(group), size):
                 yield group[start : start + size]
+
+    def _map(self, batches: Sequence[Sequence[_Task]]) -> Iterator[np.ndarray]:
+        """Integers of each batch; on a CPU several at a time, as columns gain little by threads."""
+        if self.device.type != "cpu":
+            yield from map(self._codes, batches)
+            return
+        one = (torch.set_num_threads, (1,))
+        with ThreadPoolExecutor(torch.get_num_threads(), "solve", *one) as pool:
+            yield from pool.map(self._codes, batches)
 
     def _codes(self, batch: Sequence[_Task]) -> np.ndarray:
         """Integers (B, R, C) of tasks of one kind."""
