@@ -22,6 +22,7 @@ from underpar.runtime import (
     open_runtime,
     process_age_seconds,
     seed_everything,
+    warm_compiler,
 )
 from underpar.train import loop
 from underpar.train.step import mean_loss
@@ -150,3 +151,21 @@ def test_every_second_has_a_name() -> None:
     assert set(seconds) == {"start", "a", "b"}
     assert seconds["b"] >= 0.01
     assert sum(seconds.values()) <= after - before
+
+
+def test_the_compiler_is_warmed_for_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[str | None] = []
+
+    class Recorder:
+        def __init__(self, target: object, name: str, daemon: bool) -> None:
+            started.append(name if daemon else None)
+
+        def start(self) -> None:
+            started.append("started")
+
+    monkeypatch.setattr("underpar.runtime.threading.Thread", Recorder)
+    for device, compiled in (("cpu", True), ("cuda", False)):
+        warm_compiler(Runtime(torch.device(device), compiled=compiled))
+    assert not started
+    warm_compiler(Runtime(torch.device("cuda"), compiled=True))
+    assert started == ["warm compiler", "started"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -95,6 +96,25 @@ def open_runtime(device: str = "auto", compiled: bool | None = None) -> Runtime:
     where = f"cuda:{local}" if device == "cuda" else device
     compiled = device == "cuda" if compiled is None else compiled
     return Runtime(torch.device(where), rank, world, compiled)
+
+
+def warm_compiler(runtime: Runtime) -> None:
+    """Where training compiles for a GPU, load the compiler and start its workers on the side.
+
+    torch's own backend does so; another's would first miss them at its first kernel.
+    """
+    if not runtime.compiled or runtime.device.type != "cuda":
+        return
+
+    def load() -> None:
+        from torch._inductor import async_compile, compile_fx  # noqa: F401
+
+        # Not in every version.
+        warm = getattr(async_compile, "maybe_warm_pool", None)
+        if warm is not None:
+            warm()
+
+    threading.Thread(target=load, name="warm compiler", daemon=True).start()
 
 
 @contextmanager

@@ -128,10 +128,11 @@ def train(
     """
     from underpar import verbs
     from underpar.run import RunFolder
-    from underpar.runtime import open_runtime
+    from underpar.runtime import open_runtime, warm_compiler
 
     resolved, data, folder = _what_to_train(recipe, data, out, set_, resume)
     runtime = open_runtime(device, compiled)
+    warm_compiler(runtime)
     choose_attention(attention, runtime)
     reference = None
     if stop_behind is not None:
