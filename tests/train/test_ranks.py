@@ -22,6 +22,7 @@ from underpar import cli, pipeline
 from underpar.data.folder import load_data
 from underpar.data.loader import Batch, Loader
 from underpar.errors import UnderparError
+from underpar.quant.files import read_measured
 from underpar.recipe import load_recipe
 from underpar.run import RunFolder
 from underpar.runtime import Runtime, open_runtime
@@ -40,6 +41,7 @@ from underpar.train.step import step_of
 STEPS = 10
 SETS = [f"train.budget_steps={STEPS}", "train.checkpoint_seconds=0", "model.num_layers=2"]
 SETS += ["train.num_micro_batches=4", "train.micro_batch_tokens=256", "levers.ema=true"]
+SETS += ["quant.rules=['blocks.*.weight grid1', '* fp16']"]
 
 # Ranks add up the same fp32 gradients in another order. 1e-7 was measured over these steps.
 TOLERANCE = 1e-5
@@ -120,6 +122,18 @@ def test_ranks_share_one_global_batch(num_ranks: int, tiny_data: Path) -> None:
 
 def test_two_ranks_train_like_one(alone: RunFolder, pair: RunFolder) -> None:
     assert losses(pair) == pytest.approx(losses(alone), rel=TOLERANCE)
+
+
+def test_two_ranks_calibrate_like_one(alone: RunFolder, pair: RunFolder) -> None:
+    """Inputs and gradients are summed over ranks, each batch read by one of them."""
+    one, two = (read_measured(f.calibration_file, torch.device("cpu")) for f in (alone, pair))
+    assert one.calibration.num_tokens == two.calibration.num_tokens == 4 * 2048
+    assert one.fisher.num_tokens == two.fisher.num_tokens == 2 * 2048
+    for name, hessian in one.calibration.hessians.items():
+        found = two.calibration.hessians[name]
+        assert (found - hessian).norm() < 1e-3 * hessian.norm(), name
+        # A label that is drawn otherwise changes a little.
+        assert torch.allclose(two.fisher.outputs[name], one.fisher.outputs[name], rtol=0.05)
 
 
 @pytest.mark.slow
