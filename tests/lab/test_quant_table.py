@@ -112,7 +112,6 @@ def test_the_table() -> None:
 
 
 def test_the_plot() -> None:
-    pytest.importorskip("matplotlib")
     page = draw_plot([*BASE, replace(BASE[0], curve="a", gap_bpb=-1.0)], TITLES)
     assert "<svg" in page
     assert "(b) two" in page
