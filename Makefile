@@ -9,11 +9,14 @@ READY := $(VENV)/.ready
 demo: $(READY)
 	$(BIN)/underpar demo
 
+# Two at a time, a file by one worker: files share what they train.
+PYTEST := $(BIN)/pytest -n 2 --dist loadfile
+
 test: $(READY)
-	$(BIN)/pytest -m "not slow and not gpu and not fineweb"
+	$(PYTEST) -m "not slow and not gpu and not fineweb"
 
 test-all: $(READY)
-	$(BIN)/pytest -m "not gpu and not fineweb"
+	$(PYTEST) -m "not gpu and not fineweb"
 
 lint: $(READY)
 	$(BIN)/ruff check src tests examples
