@@ -1,6 +1,7 @@
 """The stages from weights to a file: each re-runnable, none takes what belongs to other weights."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from tiny import TinyRun
 from underpar import packing, pipeline
 from underpar.build import build_model, build_predictor, read_artifact
 from underpar.calibrating import calibrate
+from underpar.data.build import build_data
 from underpar.data.folder import load_data
 from underpar.errors import ArtifactError, RecipeError, RunError
 from underpar.parts import QuantPart
@@ -20,6 +22,7 @@ from underpar.recipe import Recipe, from_tree, merge, to_tree
 from underpar.run import RunFolder
 from underpar.runtime import Runtime
 from underpar.train.checkpoint import read_tensors, save_tensors
+from underpar.verbs import build_options
 
 GRIDS = ("embedding.weight grid1", "blocks.*.weight grid1+columns", "*.weight int6:12", "* fp16")
 # Of a run that takes 284 kB with its own rules.
@@ -191,3 +194,32 @@ def test_a_tokenizer_beside_the_file_counts(tiny_run: TinyRun, tmp_path: Path) -
     folder.tokenizer_file.write_bytes(b"another")
     with pytest.raises(ArtifactError, match="tokenizer"):
         read_artifact(folder.artifact_file)
+
+
+def test_other_data_never_calibrate_a_run(
+    folder: RunFolder, tiny_run: TinyRun, runtime: Runtime, corpus_file: Path, tmp_path: Path
+) -> None:
+    """Text held out of this run may be the training text of another folder."""
+    options = replace(build_options(tiny_run.recipe), holdout=0.5)
+    build_data([corpus_file], tmp_path / "other", options)
+    before = folder.calibration_file.read_bytes()
+    with pytest.raises(RunError, match="name the folder that it was trained on"):
+        calibrate(folder, load_data(tmp_path / "other"), runtime)
+    assert folder.calibration_file.read_bytes() == before
+
+
+def test_corrections_reach_the_artifact(folder: RunFolder, tiny_run: TinyRun) -> None:
+    plain = with_rules(tiny_run.recipe, "blocks.*.weight gptq4:5", "*.weight int6", "* fp16")
+    part = replace(plain, lqer_tensors=9, lqer_rank=1, lqer_left_bits=4, tune_steps=4)
+    packing.pack_run(folder, None, plain)
+    before, _ = read_artifact(folder.artifact_file)
+    packing.pack_run(folder, None, part)
+    after, _ = read_artifact(folder.artifact_file)
+    corrected = [n for n, t in after.tensors.items() if t.correction is not None]
+    assert corrected and not any(t.correction for t in before.tensors.values())
+    halves = [n for n, t in after.tensors.items() if t.scheme.is_half]
+    moved = [
+        n for n in halves if not np.array_equal(after.tensors[n].steps, before.tensors[n].steps)
+    ]
+    assert moved
+    assert read_quantized(folder.quantized_file)[1]["tune_seconds"] > 0

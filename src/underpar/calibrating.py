@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from underpar.build import build_model, weight_shapes
-from underpar.data.folder import DataFolder
+from underpar.data.folder import DataFolder, data_identity
 from underpar.errors import RecipeError, RunError
 from underpar.infer.predictor import Predictor
 from underpar.model.gpt import GPT
@@ -67,6 +67,7 @@ def needs_calibration(recipe: Recipe) -> bool:
 def calibrate(folder: RunFolder, data: DataFolder, runtime: Runtime, source: str = "") -> Measured:
     """Read training text, or what the model writes, with a run's weights; all ranks together."""
     started = time.perf_counter()
+    require_own_data(folder, data, runtime)
     trained = ask_main(lambda: read_trained(folder), runtime)
     part = trained.recipe.quant
     source = source or part.calibration
@@ -85,6 +86,17 @@ def calibrate(folder: RunFolder, data: DataFolder, runtime: Runtime, source: str
     measured = Measured(calibration, gradients, about)
     ask_main(lambda: save_measured(folder.calibration_file, measured), runtime)
     return measured
+
+
+def require_own_data(folder: RunFolder, data: DataFolder, runtime: Runtime) -> None:
+    """Refuse all data but those of the run: the training text of others may be held out here."""
+    about = ask_main(lambda: folder.read_json(folder.about_file), runtime)
+    own, found = about.get("data_identity"), data_identity(data)
+    if found != own:
+        raise RunError(
+            f"{folder.path} was trained on data {own}, these are {found}; name the folder that it "
+            "was trained on"
+        )
 
 
 def _text(source: str, part: QuantPart, data: DataFolder, model: GPT, num_batches: int) -> Text:

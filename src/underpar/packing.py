@@ -25,7 +25,13 @@ from underpar.artifact.fit import Round, fit_to_cap
 from underpar.artifact.format import squeeze
 from underpar.artifact.pack import Artifact, pack, unpack
 from underpar.build import read_artifact
-from underpar.calibrating import Trained, load_model, needs_calibration, read_trained
+from underpar.calibrating import (
+    Trained,
+    load_model,
+    needs_calibration,
+    read_trained,
+    require_own_data,
+)
 from underpar.data.folder import DataFolder, load_data
 from underpar.errors import ArtifactError, RecipeError, RunError
 from underpar.parts import QuantPart
@@ -199,6 +205,7 @@ def quantize_run(
     if press.trained.recipe.quant.tune_steps:
         began = time.perf_counter()
         data = load_data(Path(folder.read_json(folder.about_file)["data"]))
+        require_own_data(folder, data, runtime)
         tuned = tune_controls(press, tensors, data, runtime)
         # Halves are squeezed together, so other values may take a few bytes more.
         if press.budget(pack(press.artifact(tuned))).total_bytes <= press.cap_bytes:

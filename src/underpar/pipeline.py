@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import lzma
 import platform
 from collections.abc import Callable
@@ -32,7 +31,7 @@ from underpar.build import (
 )
 from underpar.calibrating import calibrate, needs_calibration
 from underpar.codec.stream import Codec
-from underpar.data.folder import DataFolder, load_data
+from underpar.data.folder import DataFolder, data_identity, load_data
 from underpar.data.loader import Loader
 from underpar.data.shards import Shard
 from underpar.data.tokens.tokenizer import Tokenizer, read_model
@@ -52,16 +51,6 @@ from underpar.train.forecast import Forecast
 from underpar.train.loop import OnStep, Trainer
 from underpar.train.step import step_of
 from underpar.train.validate import Validator
-
-
-def data_identity(data: DataFolder) -> str:
-    """A digest of tokenizer and shards: equal for equal tokens, wherever they were built."""
-    parts = (
-        data.tokenizer.identity,
-        data.manifest["train"]["sha256"],
-        data.manifest["val"]["sha256"],
-    )
-    return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
 
 
 def train_run(

@@ -202,3 +202,13 @@ def _refuse_shared_documents(
             f"{folder}: {len(both)} training documents are also in validation (first SHA-256 "
             f"{first}), {MANIFEST_NAME} says {allowed!r:.20}; build the folder again"
         )
+
+
+def data_identity(data: DataFolder) -> str:
+    """A digest of tokenizer and shards: equal for equal tokens, wherever they were built."""
+    parts = (
+        data.tokenizer.identity,
+        data.manifest["train"]["sha256"],
+        data.manifest["val"]["sha256"],
+    )
+    return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
