@@ -40,6 +40,7 @@ MODEL_SEAMS = (
     "attn_out",
     "mlp_out",
     "branch",
+    "adjust",
     "after",
     "finish",
 )
@@ -168,7 +169,7 @@ class Branches(Protocol):
     def attend(self, x: Tensor, visit: Visit, stream: Stream) -> Tensor:
         """What attention adds (N, dim), reading x."""
 
-    def think(self, x: Tensor) -> Tensor:
+    def think(self, x: Tensor, visit: Visit) -> Tensor:
         """What the MLP adds (N, dim), reading x."""
 
 
@@ -228,6 +229,13 @@ class ModelHook(Protocol):
 
     def branch(self, layer: int, y: Tensor) -> Tensor:
         """Change what attention or the MLP is about to add to the stream."""
+
+    def adjust(self, site: str, visit: Visit | None, y: Tensor, x: Tensor) -> Tensor:
+        """Change what a product made of x (N, dim): y is that of site "q", "k" or "v" before norm
+        and rotation, "o" or "mlp" before its scale, or "head" (visit None) before the cap.
+
+        At "o" and "mlp" x is what the branch read, not what its last product read.
+        """
 
     def after(self, visit: Visit, x_in: Tensor, stream: Stream) -> None:
         """Change the stream after a visit; x_in (N, dim) is what it was just before it."""

@@ -249,7 +249,7 @@ def test_14_lanes_are_two_streams_routed_by_source_and_lane(routed: bool) -> Non
         block, keep, post = (t[visit.layer] for t in (model.blocks, lanes.residual, lanes.post))
         # The mix with x0 is for attention's eyes alone; both read the old lanes.
         a = block.attend(block.mix(one, record.stream), visit, record.stream)
-        b = block.think(two)
+        b = block.think(two, visit)
         if routed:
             one, two = keep[0] * one, keep[1] * two
             a, b = post[0, 0] * a + post[1, 0] * b, post[0, 1] * a + post[1, 1] * b

@@ -29,7 +29,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, visit: Visit, stream: Stream) -> Tensor:
         """x (N, dim), already normed -> (N, dim)."""
-        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q, self.k, self.v))
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        for hook in self.hooks.adjust:
+            q, k, v = (hook(site, visit, y, x) for site, y in (("q", q), ("k", k), ("v", v)))
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))
         # Unit-RMS queries and keys bound the scores (Henry et al. 2020, arXiv:2010.04245).
         q, k = (F.rms_norm(t, (self.head_dim,)).to(v.dtype) for t in (q, k))
         q, k = rotate(q, stream.angles), rotate(k, stream.angles)
@@ -39,4 +42,6 @@ class Attention(nn.Module):
         for hook in self.hooks.attn_out:
             y = hook(self.layer, y, x, v)
         out: Tensor = self.o(y.flatten(-2))
+        for hook in self.hooks.adjust:
+            out = hook("o", visit, out, x)
         return out

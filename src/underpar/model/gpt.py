@@ -44,7 +44,7 @@ class Block(nn.Module):
             return
         x = self.mix(stream.x, stream)
         x = x + self.attend(x, visit, stream)
-        stream.x = x + self.think(x)
+        stream.x = x + self.think(x, visit)
 
     def mix(self, x: Tensor, stream: Stream) -> Tensor:
         """What the block starts from: the stream x (N, dim), unless a lever says otherwise."""
@@ -56,9 +56,9 @@ class Block(nn.Module):
         """What attention adds (N, dim), reading x (N, dim)."""
         return self._branch(self.attn_scale, self.attn(self._normed(x), visit, stream))
 
-    def think(self, x: Tensor) -> Tensor:
+    def think(self, x: Tensor, visit: Visit) -> Tensor:
         """What the MLP adds (N, dim), reading x (N, dim)."""
-        return self._branch(self.mlp_scale, self.mlp(self._normed(x)))
+        return self._branch(self.mlp_scale, self.mlp(self._normed(x), visit))
 
     def _normed(self, x: Tensor) -> Tensor:
         x = _norm(x)
@@ -154,6 +154,8 @@ class GPT(nn.Module):
     def head(self, x: Tensor) -> Tensor:
         """Logits (N, V) of hidden states (N, dim); each row on its own."""
         logits = F.linear(x, self.embedding.weight)
+        for hook in self.hooks.adjust:
+            logits = hook("head", None, logits, x)
         own: Callable[[Tensor], Tensor] | None = self.hooks.cap
         return own(logits) if own is not None else soft_cap(logits, self.spec.softcap)
 

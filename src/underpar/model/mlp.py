@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from underpar.model.hooks import Hooks
 from underpar.recipe import ModelSpec
+from underpar.seams import Visit
 
 
 class MLP(nn.Module):
@@ -19,7 +20,7 @@ class MLP(nn.Module):
         self.up = nn.Linear(spec.dim, spec.mlp_dim, bias=False)
         self.down = nn.Linear(spec.mlp_dim, spec.dim, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, visit: Visit) -> Tensor:
         """x (N, dim), already normed -> (N, dim)."""
         h = self.up(x)
         own = self.hooks.activate
@@ -27,4 +28,6 @@ class MLP(nn.Module):
         y: Tensor = self.down(h)
         for hook in self.hooks.mlp_out:
             y = hook(self.layer, y, x)
+        for hook in self.hooks.adjust:
+            y = hook("mlp", visit, y, x)
         return y
