@@ -1,6 +1,5 @@
 """How the kernels of other packages are called, on stand-ins with their signatures."""
 
-import os
 import sys
 from collections.abc import Iterator
 from itertools import accumulate
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from underpar.kernels.attention import BACKENDS, attend
 from underpar.kernels.attention.backend import Pieces, Saved
-from underpar.kernels.attention.fa4 import KEEP, compiler_errors
+from underpar.kernels.attention.fa4 import compiler_errors
 from underpar.kernels.attention.reference import REFERENCE
 
 LENGTHS = (5, 0, 9, 1)
@@ -112,20 +111,6 @@ def test_a_package_gets_what_it_asks_for(
         strict=True,
     ):
         assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("chosen", [None, "0"])
-def test_compiled_kernels_are_kept_unless_the_user_says_no(
-    chosen: str | None, fa4: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(KEEP, "to be restored")
-    monkeypatch.delenv(KEEP)
-    if chosen is not None:
-        monkeypatch.setenv(KEEP, chosen)
-    q, k, v = (torch.randn(15, heads, 8) for heads in (4, 2, 2))
-    cu = torch.tensor([0, *accumulate(LENGTHS)], dtype=torch.int32)
-    BACKENDS["fa4"].forward(q, k, v, Pieces(cu, max(LENGTHS), 0))
-    assert os.environ[KEEP] == (chosen or "1")
 
 
 @pytest.mark.parametrize("window", [0, 3])

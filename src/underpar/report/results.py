@@ -235,7 +235,10 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def draw_curves(results: Sequence[Result]) -> str:
-    """An SVG file: training loss above, held-out bits per byte below, a color a seed."""
+    """An SVG file: training loss above, held-out bits per byte below, a color a seed.
+
+    Runs that were validated at their end alone have no curve to show below.
+    """
     losses, prices = [], []
     for color, result in enumerate(results):
         steps = result.run.steps
@@ -245,14 +248,17 @@ def draw_curves(results: Sequence[Result]) -> str:
         prices.append(Line(_late(result.live), color, faint=bool(result.average)))
         prices.append(Line(_late(result.average), color))
     across = "seconds of training"
+    labels = [Labels(across, "training loss, nats per token")]
+    labels += [Labels(across, "held-out bits per byte")] if _is_curve(prices) else []
     panels = [
-        charts.line_chart(losses, Labels(across, "training loss, nats per token"), height=HEIGHT),
-        charts.line_chart(prices, Labels(across, "held-out bits per byte"), height=HEIGHT),
+        charts.line_chart(lines, label, height=HEIGHT)
+        for lines, label in zip((losses, prices), labels, strict=False)
     ]
     inner = WIDTH - LEFT - RIGHT
     row = ABOVE + HEIGHT + BELOW
-    size = f'width="{WIDTH}" height="{2 * row}"'
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {WIDTH} {2 * row}">']
+    height = len(panels) * row
+    size = f'width="{WIDTH}" height="{height}"'
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {WIDTH} {height}">']
     parts += [f"<style>{STYLE}</style>", f'<rect {size} fill="#fdfcfa"/>']
     for place, result in enumerate(results):
         x, name = LEFT + 110 * place, f"c{place % charts.NUM_COLORS}"
@@ -262,6 +268,10 @@ def draw_curves(results: Sequence[Result]) -> str:
         where = f'x="{LEFT}" y="{place * row + ABOVE}" width="{inner}" height="{HEIGHT}"'
         parts.append(f'<svg {where} overflow="visible">{panel}</svg>')
     return "\n".join([*parts, "</svg>\n"])
+
+
+def _is_curve(lines: Sequence[Line]) -> bool:
+    return any(len(line.points) > 1 for line in lines)
 
 
 def _late(points: Sequence[Point]) -> list[Point]:

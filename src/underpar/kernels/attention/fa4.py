@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from torch import Tensor
@@ -10,30 +9,25 @@ from torch import Tensor
 from underpar.kernels.attention.backend import Backend, Gradients, Pieces, Saved
 
 # Called below its autograd function, which torch.compile cannot follow. Each kernel compiles at
-# its first use, in seconds; the package keeps what it compiled where it is asked to.
-KEEP = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
+# its first use, in seconds.
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor]:
     """(out, lse); the scale is 1 / sqrt(D) by default."""
+    from flash_attn.cute.interface import _flash_attn_fwd
+
     # Releases return more values than these two, and not all the same number.
-    out, lse, *_ = _kernels()._flash_attn_fwd(q, k, v, return_lse=True, **_layout(pieces))
+    out, lse, *_ = _flash_attn_fwd(q, k, v, return_lse=True, **_layout(pieces))
     return out, lse
 
 
 def backward(grad: Tensor, saved: Saved, pieces: Pieces) -> Gradients:
     """Gradients of q, k and v."""
+    from flash_attn.cute.interface import _flash_attn_bwd
+
     q, k, v, out, lse = saved
-    dq, dk, dv, *_ = _kernels()._flash_attn_bwd(q, k, v, out, grad, lse, **_layout(pieces))
+    dq, dk, dv, *_ = _flash_attn_bwd(q, k, v, out, grad, lse, **_layout(pieces))
     return dq, dk, dv
-
-
-def _kernels() -> Any:
-    # Read when the package is imported; a user's own choice is left alone.
-    os.environ.setdefault(KEEP, "1")
-    import flash_attn.cute.interface as interface
-
-    return interface
 
 
 def _layout(pieces: Pieces) -> dict[str, Any]:
