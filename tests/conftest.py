@@ -13,10 +13,11 @@ from underpar import packing, pipeline
 from underpar.build import resolve_levers
 from underpar.data.build import build_data
 from underpar.data.sources.corpus import demo_corpus, read_documents
+from underpar.data_verbs import build_options
 from underpar.recipe import Recipe, load_recipe
 from underpar.run import RunFolder
 from underpar.runtime import Runtime
-from underpar.verbs import build_options
+from underpar.score.method import ADAPT, PLAIN
 
 CPU = Runtime(torch.device("cpu"))
 
@@ -73,8 +74,8 @@ def tiny_run(
     folder = RunFolder(tmp_path_factory.mktemp("runs") / "tiny")
     assert pipeline.train_run(tiny_recipe, tiny_data, folder, CPU)
     packing.pack_run(folder)
-    for adapt in (False, True):
-        pipeline.score_artifact(folder.artifact_file, tiny_data, CPU, adapt)
+    for method in (PLAIN, ADAPT):
+        pipeline.score_artifact(folder.artifact_file, tiny_data, CPU, method)
     return TinyRun(tiny_recipe, tiny_data, folder)
 
 

@@ -14,6 +14,7 @@ from underpar.build import build_model, build_predictor, read_artifact
 from underpar.calibrating import calibrate
 from underpar.data.build import build_data
 from underpar.data.folder import load_data
+from underpar.data_verbs import build_options
 from underpar.errors import ArtifactError, RecipeError, RunError
 from underpar.parts import QuantPart
 from underpar.quant.files import read_quantized
@@ -22,11 +23,10 @@ from underpar.recipe import Recipe, from_tree, merge, to_tree
 from underpar.run import RunFolder
 from underpar.runtime import Runtime
 from underpar.train.checkpoint import read_tensors, save_tensors
-from underpar.verbs import build_options
 
 GRIDS = ("embedding.weight grid1", "blocks.*.weight grid1+columns", "*.weight int6:12", "* fp16")
-# Of a run that takes 284 kB with its own rules.
-CAP = 210_000
+# Of a run that takes 299 kB with its own rules, 63 kB of them code.
+CAP = 220_000
 
 
 def with_rules(recipe: Recipe, *rules: str) -> QuantPart:

@@ -25,17 +25,18 @@ LEVELS = [
     ["score", "codec"],
     ["levers"],
     ["build"],
+    ["scoring"],
     ["calibrating"],
     ["submit"],
     ["packing"],
     ["audit"],
     ["pipeline", "report", "api", "console", "doctor"],
-    ["verbs", "lab"],
+    ["verbs", "data_verbs", "lab"],
     ["demo"],
     ["cli", "__main__"],
 ]
-# Levers know seams, kernels and recipes, nothing else; stages never know levers.
-LEVER_MAY = {"underpar", "errors", "parts", "recipe", "seams", "kernels", "levers"}
+# Levers know seams, kernels, infer and recipes, nothing else; stages never know levers.
+LEVER_MAY = {"underpar", "errors", "parts", "recipe", "seams", "kernels", "infer", "levers"}
 KNOWS_LEVERS = {"build", "submit", "levers"}
 
 MAX_FILE_LINES = 350

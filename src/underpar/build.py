@@ -6,6 +6,7 @@ Only this file knows both stages and levers.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from underpar.levers import LEVERS, lever_module
 from underpar.model.gpt import GPT
 from underpar.quant.schemes import dequantize
 from underpar.recipe import Recipe, fields_from, nearest, require
-from underpar.seams import LeverModule
+from underpar.seams import Adapter, LeverModule
 
 
 def lever_names() -> list[str]:
@@ -93,8 +94,13 @@ def weight_shapes(recipe: Recipe) -> dict[str, tuple[int, ...]]:
     return {name: tuple(t.shape) for name, t in model.state_dict().items()}
 
 
-def build_predictor(artifact: Artifact, device: torch.device) -> Predictor:
-    """The predictor of an artifact: dequantized weights, strictly loaded."""
+def build_predictor(
+    artifact: Artifact,
+    device: torch.device,
+    adapters: Sequence[Adapter] = (),
+    dtype: torch.dtype = torch.float32,
+) -> Predictor:
+    """The predictor of an artifact: dequantized weights, strictly loaded; products in `dtype`."""
     expected = weight_shapes(artifact.recipe)
     found = {name: t.shape for name, t in artifact.tensors.items()}
     if found != expected:
@@ -105,8 +111,7 @@ def build_predictor(artifact: Artifact, device: torch.device) -> Predictor:
     model = build_model(artifact.recipe)
     weights = {name: torch.from_numpy(dequantize(t)) for name, t in artifact.tensors.items()}
     model.load_state_dict(weights)
-    adapters = list(plug_levers(artifact.recipe, "infer").values())
-    return Predictor(model, device, adapters)
+    return Predictor(model, device, list(adapters), dtype)
 
 
 def transform_of(recipe: Recipe) -> str:

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from underpar import pipeline, verbs
+from underpar import data_verbs, pipeline, verbs
 from underpar.console import OUT, show_table
 from underpar.data.folder import load_data
 from underpar.data.sources.corpus import demo_corpus
@@ -17,6 +17,7 @@ from underpar.recipe import Recipe
 from underpar.report.build import build_report
 from underpar.run import RunFolder, write_atomic
 from underpar.runtime import Runtime, open_runtime
+from underpar.score.method import ADAPT, PLAIN
 
 PROMPT = "The government"
 
@@ -31,7 +32,7 @@ def run_demo(
     started = time.perf_counter()
     runtime = open_runtime("cpu")
     data, folder = out / "data", fresh_run(out / "run", recipe)
-    verbs.build_data_folder([demo_corpus()], data, verbs.build_options(recipe), quiet)
+    data_verbs.build_data_folder([demo_corpus()], data, data_verbs.build_options(recipe), quiet)
     trained = verbs.train(recipe, data, folder, runtime, quiet)
     if not trained["finished"]:
         raise UnderparError(
@@ -39,7 +40,8 @@ def run_demo(
         )
     budget = verbs.pack(folder, runtime, quiet=quiet)
     plain, adapted = (
-        verbs.score(folder.artifact_file, data, runtime, adapt, quiet) for adapt in (False, True)
+        verbs.score(folder.artifact_file, data, runtime, method, quiet=quiet)
+        for method in (PLAIN, ADAPT)
     )
     verdict, _ = verbs.audit(folder, runtime, data, code_tokens, quiet)
     coded, text = use_model(folder, data, out, runtime, quiet)

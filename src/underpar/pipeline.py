@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import lzma
 import platform
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,10 @@ from underpar import __version__
 from underpar.artifact.budget import Budget
 from underpar.artifact.forecast import forecast
 from underpar.artifact.size_forecast import SizeForecast
+from underpar.artifact.unpack import Artifact
+from underpar.audit.case import Case, Rescore
 from underpar.audit.finding import FAIL, NOT_SHOWN, PASS, Finding
-from underpar.audit.rules import Case, run_audit
+from underpar.audit.rules import PROBE_TOKENS, run_audit
 from underpar.build import (
     build_model,
     build_predictor,
@@ -42,8 +44,10 @@ from underpar.recipe import Recipe
 from underpar.run import RunFolder, write_atomic, write_json
 from underpar.runtime import Clock, Runtime, seed_everything
 from underpar.score.ledger import Score, score_from_dict
-from underpar.score.score import OnChunk, Scorer
+from underpar.score.method import PLAIN, Method
+from underpar.score.tally import OnCommit
 from underpar.score.windows import chunk_documents
+from underpar.scoring import OnShare, Way, method_of, mixture_of, open_method, run_method
 from underpar.submit.bundle import bundle
 from underpar.train.checkpoint import Position, read_about
 from underpar.train.dist import ask_main, process_group
@@ -182,18 +186,22 @@ def score_artifact(
     artifact_path: Path,
     data_path: Path,
     runtime: Runtime,
-    adapt: bool = False,
-    on_chunk: OnChunk | None = None,
+    method: Method = PLAIN,
+    changes: Sequence[str] = (),
+    on_share: OnShare | None = None,
 ) -> Scored:
-    """Score an artifact on the held-out documents; the result lies beside the artifact."""
+    """Score an artifact on the held-out documents; the result lies beside the artifact.
+
+    `changes` are settings of the method's levers, "levers.lora_ttt.rank=40".
+    """
     clock = Clock("load")
     artifact, identity = read_artifact(artifact_path)
-    predictor = build_predictor(artifact, runtime.device)
+    method, recipe = open_method(artifact.recipe, method, changes)
     data = load_data(data_path)
     require_same_tokenizer(artifact, data.tokenizer)
     with process_group(runtime):
-        scorer = Scorer(predictor, data.val, runtime, clock)
-        score = scorer.run(artifact.recipe.score, adapt, on_chunk)
+        way = Way(method, runtime, clock, on_share)
+        score = run_method(replace(artifact, recipe=recipe), data.val, way)
     about = {
         "artifact_sha256": identity,
         "artifact_bytes": artifact_path.stat().st_size,
@@ -228,8 +236,8 @@ def audit_run(
     data = load_data(data_path or Path(folder.read_json(folder.about_file)["data"]))
     require_same_tokenizer(artifact, data.tokenizer)
 
-    def open_predictor() -> Predictor:
-        return build_predictor(artifact, runtime.device)
+    def open_predictor(dtype: torch.dtype = torch.float32) -> Predictor:
+        return build_predictor(artifact, runtime.device, dtype=dtype)
 
     case = Case(
         recipe=artifact.recipe,
@@ -238,14 +246,15 @@ def audit_run(
         artifact_file=folder.artifact_file,
         code_bytes=len(bundle(artifact.recipe)),
         data=data,
+        rescore=rescorer(artifact, runtime),
+        open_mixture=lambda score: mixture_of(score, artifact.recipe),
         scores=_read_scores(folder, identity),
         runtime=runtime,
         spent_seconds=_spent_seconds(folder),
         code_tokens=code_tokens,
     )
     findings = run_audit(case, on_rule)
-    verdicts = {f.verdict for f in findings}
-    overall = next(v for v in (FAIL, NOT_SHOWN, PASS) if v in verdicts)
+    overall = next(v for v in (FAIL, NOT_SHOWN, PASS) if v in {f.verdict for f in findings})
     write_json(
         folder.audit_file,
         {
@@ -255,6 +264,19 @@ def audit_run(
         },
     )
     return overall, findings
+
+
+def rescorer(artifact: Artifact, runtime: Runtime) -> Rescore:
+    """What runs the method of a score on a few short documents, whatever its limit of time."""
+
+    def rescore(score: Score, shard: Shard, on_commit: OnCommit) -> Score:
+        method, recipe = method_of(score, artifact.recipe)
+        # Of so little text, too, several chunks are to be learnt from.
+        part = replace(recipe.score, adapt_tokens=min(recipe.score.adapt_tokens, PROBE_TOKENS))
+        way = Way(replace(method, seconds=0.0), runtime, on_commit=on_commit)
+        return run_method(replace(artifact, recipe=replace(recipe, score=part)), shard, way)
+
+    return rescore
 
 
 def _spent_seconds(folder: RunFolder) -> dict[str, float]:

@@ -301,10 +301,43 @@ class Disguise(Protocol):
 
 
 class Adapter(Protocol):
-    """Infer stage, seam `adapt`: learns from tokens that were already priced."""
+    """Infer stage, seam `parameters`: learns from tokens that were already priced.
+
+    One backward pass serves all adapters: each finds the gradients of the chunk's mean price.
+    """
+
+    epochs: int
+    """Passes over each chunk, with one update behind each."""
+
+    def attach(self, model: Any) -> None:
+        """Add what the adapter needs to the model, once: hooks, and parameters under `levers`."""
 
     def parameters(self, named: Mapping[str, Tensor]) -> list[Tensor]:
-        """The model tensors that this adapter changes."""
+        """The tensors that this adapter changes, out of those that no adapter before it took."""
+
+    def state(self) -> dict[str, Tensor]:
+        """What it remembers beside the model's tensors, by names of its own, to go on later."""
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Put a state back."""
 
     def update(self, parameters: list[Tensor]) -> None:
         """One step from the gradients on `parameters`."""
+
+
+class Phases(Protocol):
+    """Infer stage, seam `boundaries`: passes over all text priced so far, at fixed documents."""
+
+    def boundaries(self, num_documents: int) -> tuple[int, ...]:
+        """Numbers of documents, rising, after which `train` is called with those documents."""
+
+    def train(
+        self, model: Any, documents: Sequence[npt.NDArray[Any]], context: int, runtime: Any
+    ) -> int:
+        """Change the weights, the same on every rank; returns the number of steps.
+
+        Documents are their tokens with BOS first, all of them priced to the end.
+        """
+
+
+# Infer stage, seam `propose`: an Expert, which guesses tokens; it is in infer/experts.py.

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,26 +13,33 @@ import torch
 from tiny import TinyRun
 from underpar import pipeline
 from underpar.audit import rules
+from underpar.audit.case import Case
 from underpar.audit.finding import FAIL, NOT_SHOWN, PASS, Finding
-from underpar.audit.rules import Case
-from underpar.build import build_predictor, build_tokenizer, read_artifact
+from underpar.audit.probes import head_of
+from underpar.build import build_predictor, build_tokenizer, plug_levers, read_artifact
 from underpar.codec.stream import Codec
 from underpar.data.folder import load_data
 from underpar.data.loader import Batch
+from underpar.data.shards import Shard
 from underpar.errors import CodecError, RunError
+from underpar.infer.experts import Expert, Proposals
 from underpar.infer.predictor import Predictor
+from underpar.infer.tilt import Mixture
 from underpar.run import RunFolder
 from underpar.runtime import Runtime
 from underpar.score.ledger import Entry, Score, score_from_dict
-from underpar.score.score import Scorer
+from underpar.score.method import PUBLISHED, Method
+from underpar.score.tally import OnCommit
+from underpar.scoring import Way, mixture_of, open_method, run_method
 
 
 @pytest.fixture(scope="module")
 def case(tiny_run: TinyRun, runtime: Runtime) -> Case:
     artifact, identity = read_artifact(tiny_run.folder.artifact_file)
 
-    def open_predictor() -> Predictor:
-        return build_predictor(artifact, runtime.device)
+    def open_predictor(dtype: torch.dtype = torch.float32) -> Predictor:
+        adapters = list(plug_levers(artifact.recipe, "infer").values())
+        return build_predictor(artifact, runtime.device, adapters, dtype)
 
     scores = {
         method: score_from_dict(json.loads(tiny_run.folder.score_file(method).read_text()))
@@ -41,6 +48,8 @@ def case(tiny_run: TinyRun, runtime: Runtime) -> Case:
     return Case(
         recipe=artifact.recipe,
         open_predictor=open_predictor,
+        rescore=pipeline.rescorer(artifact, runtime),
+        open_mixture=lambda score: mixture_of(score, artifact.recipe),
         codec=Codec(open_predictor(), build_tokenizer(artifact), identity),
         artifact_file=tiny_run.folder.artifact_file,
         code_bytes=1000,
@@ -53,8 +62,8 @@ def case(tiny_run: TinyRun, runtime: Runtime) -> Case:
 
 
 def cheating(case: Case, cheat: type[Predictor]) -> Case:
-    def open_cheat() -> Predictor:
-        predictor = case.open_predictor()
+    def open_cheat(*args: torch.dtype) -> Predictor:
+        predictor = case.open_predictor(*args)
         predictor.__class__ = cheat
         return predictor
 
@@ -63,7 +72,7 @@ def cheating(case: Case, cheat: type[Predictor]) -> Case:
 
 def with_plain(case: Case, change: Callable[[list[Entry]], list[Entry]]) -> Case:
     plain = case.scores["plain"]
-    forged = Score("plain", change(list(plain.entries)), plain.seconds, plain.events)
+    forged = dataclasses.replace(plain, entries=change(list(plain.entries)))
     return dataclasses.replace(case, scores=case.scores | {"plain": forged})
 
 
@@ -84,7 +93,7 @@ def test_an_honest_run_passes_every_rule(
 def test_missing_scores_are_not_shown_and_never_a_pass(case: Case) -> None:
     empty = dataclasses.replace(case, scores={})
     verdicts = {f.rule: f.verdict for f in rules.run_audit(empty)}
-    unshown = {"coverage", "bytes", "score before update", "reproduction", "coded bits"}
+    unshown = {"coverage", "bytes", "score before update", "order", "reproduction", "coded bits"}
     assert {rule for rule, verdict in verdicts.items() if verdict == NOT_SHOWN} == unshown
     assert FAIL not in verdicts.values()
 
@@ -134,50 +143,49 @@ def test_bytes_are_counted_from_the_source_while_it_is_there(case: Case) -> None
     assert rules.byte_count(dataclasses.replace(case, data=data)).evidence["source_bytes"] is None
 
 
-class PeeksAhead(Predictor):
+class Cheat(Predictor):
+    """Prices of targets change by a factor; those of hints do not."""
+
+    def factor(self, batch: Batch) -> torch.Tensor:
+        raise NotImplementedError
+
+    def price(self, batch: Batch, tokens: torch.Tensor | None = None) -> torch.Tensor:
+        log_p = super().price(batch, tokens)
+        log_p[:, 0] *= self.factor(batch)
+        return log_p
+
+
+class PeeksAhead(Cheat):
     """Prices a token better when the one after it is known."""
 
-    def nll(self, batch: Batch) -> torch.Tensor:
-        nats = super().nll(batch)
-        following = torch.roll(batch.targets, -1)
-        return nats * torch.where(following % 2 == 0, 0.99, 1.0)
+    def factor(self, batch: Batch) -> torch.Tensor:
+        return torch.where(torch.roll(batch.targets, -1) % 2 == 0, 0.99, 1.0)
 
 
-class SeesTarget(Predictor):
+class SeesTarget(Cheat):
     """Halves the price of even tokens: the prices are no distribution."""
 
-    def nll(self, batch: Batch) -> torch.Tensor:
-        return super().nll(batch) * torch.where(batch.targets % 2 == 0, 0.5, 1.0)
+    def factor(self, batch: Batch) -> torch.Tensor:
+        return torch.where(batch.targets % 2 == 0, 0.5, 1.0)
 
 
-class ForgetsBorders(Predictor):
+class ForgetsBorders(Cheat):
     """Lets a document see the size of the pack it is in."""
 
-    def nll(self, batch: Batch) -> torch.Tensor:
-        return super().nll(batch) * (1 - 1e-4 * len(batch.targets) / 1000)
+    def factor(self, batch: Batch) -> torch.Tensor:
+        return torch.tensor(1 - 1e-4 * len(batch.targets) / 1000)
 
 
 class LearnsFirst(Predictor):
     """Adapts to a batch before pricing it."""
 
-    def nll(self, batch: Batch) -> torch.Tensor:
-        super().nll(batch)
+    def price(self, batch: Batch, tokens: torch.Tensor | None = None) -> torch.Tensor:
+        super().price(batch)
         super().adapt(batch)
-        return super().nll(batch)
+        return super().price(batch, tokens)
 
     def adapt(self, batch: Batch) -> None:
         self._priced = None
-
-
-class ReadsAhead(Scorer):
-    """Prices every document with an eye on the whole stream."""
-
-    def price(self, documents: Sequence[int]) -> Batch:
-        batch = super().price(documents)
-        hint = 1 - 1e-6 * (int(self.shard.tokens.sum()) % 97)
-        entry = self.entries[-1]
-        self.entries[-1] = dataclasses.replace(entry, bits=entry.bits * hint)
-        return batch
 
 
 class LearnsQuietly(LearnsFirst):
@@ -214,11 +222,87 @@ def test_learning_before_pricing_is_seen_in_the_events(case: Case) -> None:
     assert rules.score_before_update(case).verdict == PASS
 
 
-def test_reading_ahead_is_seen_by_replacing_what_comes(
-    case: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rules, "Scorer", ReadsAhead)
-    assert rules.score_before_update(case).verdict == FAIL
+def test_reading_ahead_is_seen_by_replacing_what_comes(case: Case) -> None:
+    def reads_ahead(score: Score, shard: Shard, on_commit: OnCommit) -> Score:
+        """Prices every document with an eye on the whole stream."""
+        hint = 1 - 1e-3 * (int(shard.tokens.sum()) % 97)
+
+        def commit(document: int, first: int, nats: np.ndarray) -> None:
+            on_commit(document, first, nats * hint)
+
+        return case.rescore(score, shard, commit)
+
+    cheat = dataclasses.replace(case, rescore=reads_ahead)
+    assert rules.score_before_update(cheat).verdict == FAIL
+    assert rules.decodable_order(cheat).verdict == FAIL
+
+
+def scored_with(tiny_run: TinyRun, case: Case, method: Method) -> Case:
+    """The case of a few documents and one score of them, by a method of small settings."""
+    artifact, _ = read_artifact(tiny_run.folder.artifact_file)
+    changes = ["levers.lora_ttt={rank=4, lanes=2, lr=0.01}", "levers.tilt={order=2}"]
+    levers = [change for change in changes if change.split("=")[0][7:] in method.levers]
+    method, recipe = open_method(artifact.recipe, method, levers)
+    val = head_of(case.data.val, 4)
+    way = Way(method, case.runtime)
+    score = run_method(dataclasses.replace(artifact, recipe=recipe), val, way)
+    data = dataclasses.replace(case.data, val=val)
+    return dataclasses.replace(case, data=data, scores={score.method: score})
+
+
+@pytest.mark.parametrize(
+    "method",
+    [Method(("lora_ttt", "tilt")), Method(("tilt",), stride=64, flat=True)],
+    ids=lambda method: method.label,
+)
+def test_methods_that_can_be_decoded_pass(tiny_run: TinyRun, case: Case, method: Method) -> None:
+    mine = scored_with(tiny_run, case, method)
+    for rule in (rules.coverage, rules.score_before_update, rules.decodable_order):
+        finding = rule(mine)
+        assert finding.verdict == PASS, finding.summary
+
+
+def test_the_published_order_cannot_be_decoded(tiny_run: TinyRun, case: Case) -> None:
+    mine = scored_with(tiny_run, case, Method(("lora_ttt", "tilt"), order=PUBLISHED))
+    finding = rules.decodable_order(mine)
+    assert finding.verdict == FAIL
+    assert "no decoder could follow lora_ttt+tilt+published" in finding.summary
+    assert finding.evidence["changed_prices"]["lora_ttt+tilt+published"] > 0
+    # Experts follow the file, adapters the lengths: there is no order for both.
+    finding = rules.score_before_update(mine)
+    assert finding.verdict == FAIL
+    assert finding.evidence["wrong_events"] == {"lora_ttt+tilt+published": 0}
+    assert finding.evidence["changed_prices"]["lora_ttt+tilt+published"] > 0
+
+
+def test_hints_that_know_their_targets_fail(tiny_run: TinyRun, case: Case) -> None:
+    mine = scored_with(tiny_run, case, Method(("tilt",)))
+    assert rules.score_before_update(mine).verdict == PASS
+
+    class Gated:
+        """Silent where the target is even, as experts for words in PR 1967 are."""
+
+        def __init__(self, expert: Expert) -> None:
+            self.expert, self.strength = expert, expert.strength
+            self.open = expert.open
+
+        def propose(self, history: int, targets: np.ndarray) -> Proposals:
+            found = self.expert.propose(history, targets)
+            return Proposals(np.where(targets % 2 == 0, -1, found.hints), found.confidence)
+
+    def open_mixture(score: Score) -> Mixture:
+        return Mixture([Gated(e) for e in case.open_mixture(score).experts])  # type: ignore[misc]
+
+    finding = rules.score_before_update(dataclasses.replace(mine, open_mixture=open_mixture))
+    assert finding.verdict == FAIL
+    assert finding.evidence["changed_hints"]["tilt"] > 0
+
+
+def test_a_score_that_does_not_say_how_is_not_shown(case: Case) -> None:
+    for how in ({}, {"products": "torch.load"}):
+        plain = dataclasses.replace(case.scores["plain"], how=how)
+        mine = dataclasses.replace(case, scores={"plain": plain})
+        assert rules.reproduction(mine).verdict == NOT_SHOWN
 
 
 def test_a_codec_that_cannot_decode_fails(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -432,21 +432,26 @@ class Recorder:
     def __init__(self) -> None:
         self.targets: list[int] = []
 
-    def nll(self, batch: Batch) -> torch.Tensor:
+    def price(self, batch: Batch, tokens: torch.Tensor | None = None) -> torch.Tensor:
+        assert tokens is None, "there are no experts"
         self.targets += batch.targets.tolist()
-        return batch.targets.double()
+        return -batch.targets.double()[:, None]
 
 
 def score_on_ranks(
     shard: Shard, part: ScorePart, world: int, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[Score], list[int]]:
     """Every rank's score, ranks as threads, and all targets that were priced."""
-    barrier, shares = threading.Barrier(world), [Score("plain", [])] * world
+    barrier = threading.Barrier(world)
+    shares: list[object] = [None] * world
 
-    def gather(own: Score, runtime: Runtime) -> list[Score]:
+    def gather(own: object, runtime: Runtime) -> list[object]:
         shares[runtime.rank] = own
         barrier.wait(timeout=20)
-        return shares
+        found = list(shares)
+        # No rank goes on to the next round while another one still reads this one's.
+        barrier.wait(timeout=20)
+        return found
 
     monkeypatch.setattr("underpar.score.score.gather_objects", gather)
     recorders = [Recorder() for _ in range(world)]
@@ -539,7 +544,7 @@ def test_bug_15_a_rank_that_is_missing_or_there_twice_is_refused(
 
     with pytest.raises(AssertionError, match="missed"):
         score(num_copies=1)
-    with pytest.raises(RuleError, match="a document was scored twice"):
+    with pytest.raises(RuleError, match="a rank priced target 0, 1 was its own"):
         score(num_copies=2)
 
 

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from tiny import TinyRun
 from underpar.cli import app
+from underpar.errors import UnderparError
 
 VERBS = [
     "demo",
@@ -88,6 +89,13 @@ def test_the_whole_road(corpus_file: Path, tmp_path: Path) -> None:
     plain = run_json("score", artifact, "--data", data, "--device", "cpu")
     adapted = run_json("score", artifact, "--data", data, "--adapt", "--device", "cpu")
     assert (plain["method"], adapted["method"]) == ("plain", "adapt")
+    lanes = ("--with", "lora_ttt", "--set", "levers.lora_ttt={rank=2, chunk=48, short=[]}")
+    tilted = run_json("score", artifact, "--data", data, *lanes, "--with", "tilt")
+    assert (tilted["method"], tilted["order"]) == ("lora_ttt+tilt", "stream")
+    windows = ("--stride", 64, "--flat", "--seconds", 100)
+    sliding = run_json("score", artifact, "--data", data, *windows)
+    assert (sliding["method"], sliding["stopped_at"]) == ("sliding64+flat", -1)
+    assert len({score["targets"] for score in (plain, adapted, tilted, sliding)}) == 1
     audited = run_json("audit", folder, "--code-tokens", 500, "--device", "cpu")
     assert audited["verdict"] == "pass"
     (tmp_path / "in.txt").write_text("The quick brown fox. " * 20)
@@ -116,6 +124,31 @@ def test_a_failed_audit_exits_with_one(tiny_run: TinyRun, tmp_path: Path) -> Non
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 1
     assert json.loads(result.stdout)["verdict"] == "fail"
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["--with", "tlt"], "'tilt'"),
+        (["--with", "ema"], "no lever of scoring"),
+        (["--adapt", "--with", "tilt"], "--adapt is a method of its own"),
+        (["--with", "lora_ttt", "--with", "adapt_scales"], "not both"),
+        (["--with", "phased_sgd"], "add --with lora_ttt"),
+        (["--with", "lora_ttt", "--stride", 64], "leave out --stride"),
+        (["--order", "published"], "add --with lora_ttt"),
+        (["--order", "random"], "expected stream or published"),
+        (["--stride", 129], "stride = 129"),
+        (["--flat"], "give --stride"),
+        (["--seconds", -1], "expected 0 or more"),
+        (["--with", "tilt", "--set", "levers.lora_ttt.rank=2"], "a lever of --with"),
+        (["--set", "train.seed=1"], "a lever of --with"),
+    ],
+)
+def test_ways_to_score_that_do_not_exist(tiny_run: TinyRun, words: list[object], part: str) -> None:
+    fixed = ["score", tiny_run.folder.artifact_file, "--data", tiny_run.data, "--device", "cpu"]
+    result = CliRunner().invoke(app, [str(word) for word in (*fixed, *words)])
+    assert isinstance(result.exception, UnderparError)
+    assert part in str(result.exception)
 
 
 def test_size_forecasts_and_enforces() -> None:

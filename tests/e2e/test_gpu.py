@@ -12,6 +12,7 @@ from underpar.data.folder import load_data
 from underpar.recipe import Recipe
 from underpar.run import RunFolder
 from underpar.runtime import Runtime, open_runtime
+from underpar.score.method import ADAPT, PLAIN
 
 pytestmark = pytest.mark.gpu
 
@@ -29,8 +30,8 @@ def test_training_packs_and_scores(
     losses = [m["loss"] for m in folder.metrics()]
     assert losses[-1] < losses[0] - 1
     packing.pack_run(folder)
-    for adapt in (False, True):
-        assert pipeline.score_artifact(folder.artifact_file, tiny_data, gpu, adapt).score.bpb < 6
+    for method in (PLAIN, ADAPT):
+        assert pipeline.score_artifact(folder.artifact_file, tiny_data, gpu, method).score.bpb < 6
     assert pipeline.audit_run(folder, gpu)[0] == "pass"
 
 

@@ -62,7 +62,10 @@ def test_what_is_no_run_folder_is_named(tmp_path: Path, exists: bool) -> None:
 
 def test_totals_come_from_the_ledger(make_run: Any, trees: Any) -> None:
     lying = {**trees["score"]("plain"), "bpb": 0.5, "bits": 1.0, "bytes": 9}
-    assert gather(make_run(plain=lying)).scores["plain"].comparison.bpb == 3.0
+    assert gather(make_run("a", plain=lying)).scores["plain"].comparison.bpb == 3.0
+    # What a decoder must be told is no part of the ledger, and counts.
+    told = {**trees["score"]("plain"), "side_bits": 2000.0}
+    assert gather(make_run("b", plain=told)).scores["plain"].comparison.bpb == 4.0
 
 
 def test_numbers_that_are_none_are_kept(make_run: Any, trees: Any) -> None:

@@ -1,4 +1,6 @@
-"""Scores: sums, not means; merging by addition; files whose totals must agree."""
+"""Scores: sums, not means; files whose totals must agree."""
+
+import json
 
 import pytest
 
@@ -14,29 +16,34 @@ def test_bits_per_byte_divides_sums() -> None:
     assert (score.num_targets, score.num_bytes) == (13, 32)
 
 
-@pytest.mark.parametrize("cut", [1, 2])
-def test_ranks_merge_by_addition(cut: int) -> None:
-    whole = Score("plain", ENTRIES, {"score": 2.0})
-    parts = Score("plain", ENTRIES[cut:], {"score": 2.0}) + Score("plain", ENTRIES[:cut])
-    assert parts.entries == whole.entries
-    assert parts.bpb == whole.bpb
-
-
-def test_a_document_scored_twice_is_refused() -> None:
-    with pytest.raises(RuleError, match="twice"):
-        Score("plain", ENTRIES) + Score("plain", ENTRIES[:1])
-
-
-def test_methods_do_not_mix() -> None:
-    with pytest.raises(RuleError, match="'adapt'"):
-        Score("plain", ENTRIES[:1]) + Score("adapt", ENTRIES[1:])
+def test_what_a_decoder_must_be_told_counts() -> None:
+    score = Score("adapt", ENTRIES, stopped_at=1, side_bits=32.0)
+    assert (score.bits, score.bpb) == (128, 4)
+    assert score.as_dict()["bpb"] == 4
 
 
 def test_files_come_back_and_totals_must_agree() -> None:
-    score = Score("plain", ENTRIES, {"score": 1.0}, [("price", 0, 2)])
-    tree = score.as_dict()
+    score = Score(
+        "lora_ttt+published",
+        ENTRIES,
+        {"score": 1.0},
+        [("price", 0, 2)],
+        order="published",
+        stopped_at=7,
+        side_bits=32.0,
+        how={"levers": ["lora_ttt"], "settings": {"lora_ttt": {"rank": 8}}},
+    )
+    tree = json.loads(json.dumps(score.as_dict()))
     assert score_from_dict(tree) == score
-    with pytest.raises(RuleError, match="totals differ"):
-        score_from_dict(tree | {"bits": 90.0})
+    # Bits of the ledger that leave out what was told beside it.
+    for changed in ({"bits": 90.0}, {"bits": 96.0}, {"side_bits": 0.0}, {"documents": 2}):
+        with pytest.raises(RuleError, match="totals differ"):
+            score_from_dict(tree | changed)
+
+
+@pytest.mark.parametrize("missing", ["order", "stopped_at", "side_bits", "how", "ledger", "events"])
+def test_a_file_without_all_parts_is_refused(missing: str) -> None:
+    tree = Score("plain", ENTRIES).as_dict()
+    del tree[missing]
     with pytest.raises(RuleError, match="not a score file"):
-        score_from_dict({"bits": 1})
+        score_from_dict(tree)

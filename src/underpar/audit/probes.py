@@ -6,8 +6,6 @@ scores (parameter-golf issue 1017): A01 future independence, A02 substitution, A
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -88,23 +86,6 @@ def distribution_errors(predictor: Predictor, document: np.ndarray) -> tuple[flo
     own = -log_probs.gather(1, batch.targets.to(log_probs.device)[:, None])[:, 0]
     prices = predictor.nll(batch).double()
     return float((sums - 1).abs().max()), float((own - prices).abs().max())
-
-
-def scored_prefix_changes(
-    score: Callable[[Shard], list[float]], shard: Shard, num_documents: int, vocab_size: int
-) -> int:
-    """Score a short stream, then again with its last document replaced; count changed documents.
-
-    `score` runs the whole scoring loop, adaptation included, and returns bits a document.
-    """
-    short = head_of(shard, num_documents)
-    rng = np.random.default_rng(1)
-    tokens = np.array(short.tokens)
-    begin = int(short.starts[-1]) + 1
-    tokens[begin:] = rng.integers(4, vocab_size, len(tokens) - begin)
-    before, after = score(short), score(replace(short, tokens=tokens))
-    # The end of the document before is the swapped one's BOS, which stays.
-    return sum(a != b for a, b in zip(before[:-1], after[:-1], strict=True))
 
 
 def head_of(shard: Shard, num_documents: int) -> Shard:

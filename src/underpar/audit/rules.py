@@ -8,49 +8,39 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from underpar.artifact.budget import read_budget
-from underpar.audit import probes
+from underpar.audit import order, probes
+from underpar.audit.case import Case
 from underpar.audit.finding import PASS, Finding, judge, not_shown
-from underpar.codec.stream import Codec, code_documents
+from underpar.codec.stream import code_documents
 from underpar.data.build import labelled_documents
-from underpar.data.folder import DataFolder, hash_file
+from underpar.data.folder import hash_file
+from underpar.data.shards import Shard
 from underpar.data.sources.corpus import Reading
 from underpar.errors import UnderparError
-from underpar.infer.predictor import Predictor
-from underpar.recipe import Recipe
-from underpar.runtime import Clock, Runtime
+from underpar.runtime import Clock
 from underpar.score.ledger import Score
+from underpar.score.method import STREAM
 from underpar.score.score import Scorer
 
 # Sums over the vocabulary, in fp32, and prices of packed against lone documents, in nats.
 TOLERANCE = 1e-4
 # Training ends with a whole step, so a little over its time.
 OVERSHOOT = 0.01
+# What methods that learn are tried on: the beginnings of a few documents.
+PROBE_DOCUMENTS, PROBE_TOKENS = 6, 160
+# What experts are tried on: enough of the stream that something comes again.
+HINT_TOKENS = 4096
+# Precisions of scoring, by what scores call them.
+PRODUCTS = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16)}
 # How far coded bits may lie from scored bits.
 CODED_TOLERANCE = 0.01
-
-
-@dataclass(frozen=True)
-class Case:
-    """Everything the rules look at."""
-
-    recipe: Recipe
-    open_predictor: Callable[[], Predictor]
-    codec: Codec
-    artifact_file: Path
-    code_bytes: int
-    data: DataFolder
-    scores: dict[str, Score]
-    runtime: Runtime
-    # By stage: training, calibration, tuning.
-    spent_seconds: dict[str, float]
-    # Documents are coded in stream order until this many tokens; 0 codes all of them.
-    code_tokens: int = 0
 
 
 def size(case: Case) -> Finding:
@@ -90,20 +80,18 @@ def coverage(case: Case) -> Finding:
     """R12: every target of every document priced exactly once, in every score."""
     if not case.scores:
         return not_shown("coverage", "no score file in the run")
-    shard = case.data.val
-    expected = np.diff(shard.starts, append=shard.num_tokens)
-    expected[-1] -= 1
+    expected = _num_targets(case.data.val)
     wrong = {}
     for method, score in case.scores.items():
         found = [(e.document, e.num_targets) for e in score.entries]
-        if found != list(enumerate(expected.tolist())):
-            wrong[method] = len(set(found) ^ set(enumerate(expected.tolist())))
+        if found != list(enumerate(expected)):
+            wrong[method] = len(set(found) ^ set(enumerate(expected)))
     return judge(
         "coverage",
         not wrong,
-        f"{int(expected.sum())} targets in {len(expected)} documents"
+        f"{sum(expected)} targets in {len(expected)} documents"
         + (f"; differs in {wrong}" if wrong else ", each priced once"),
-        targets=int(expected.sum()),
+        targets=sum(expected),
         wrong_documents=wrong,
     )
 
@@ -204,46 +192,86 @@ def normalization(case: Case) -> Finding:
 
 
 def score_before_update(case: Case) -> Finding:
-    """R07, R10, R11: each document priced once, adaptation only behind it, nothing rescored."""
-    if "adapt" not in case.scores:
-        return not_shown("score before update", "no adapted score in the run")
-    num_documents = min(8, case.data.val.num_documents)
-    if num_documents < 2:
-        return not_shown("score before update", "one document: nothing comes before an update")
-    priced: set[int] = set()
-    violations = 0
-    for kind, first, last in case.scores["adapt"].events:
-        documents = set(range(first, last + 1))
-        violations += len(documents & priced if kind == "price" else documents - priced)
-        priced |= documents if kind == "price" else set()
-    changed = probes.scored_prefix_changes(
-        lambda shard: _adapted_bits(case, shard),
-        case.data.val,
-        num_documents,
-        case.recipe.model.vocab_size,
-    )
+    """R07, R10, R11: each target priced once, adaptation only behind it, nothing rescored."""
+    scores = _learning(case)
+    if not scores:
+        return not_shown("score before update", "no adapted or mixed score in the run")
+    shard, vocab = _probe_shard(case), case.recipe.model.vocab_size
+    totals = _num_targets(case.data.val)
+    wrong = {m: order.wrong_events(score, totals) for m, score in scores.items()}
+    changed = {
+        m: order.later_tokens_matter(_tracer(case, score), shard, vocab)
+        for m, score in scores.items()
+    }
+    targets = np.array(case.data.val.tokens[1 : 1 + HINT_TOKENS], dtype=np.int64)
+    hints = {
+        m: order.own_targets_matter(case.open_mixture(score), targets, vocab)
+        for m, score in scores.items()
+    }
     return judge(
         "score before update",
-        violations == 0 and changed == 0,
-        f"{violations} events out of order; {changed} earlier documents changed when the last "
-        f"of {num_documents} was replaced, adaptation running",
-        violations=violations,
-        changed_documents=changed,
+        not any((*wrong.values(), *changed.values(), *hints.values())),
+        f"{sum(wrong.values())} events out of order; {sum(changed.values())} prices changed when "
+        f"tokens that follow them were replaced, {sum(hints.values())} hints when their targets "
+        f"were, over {', '.join(scores)}",
+        wrong_events=wrong,
+        changed_prices=changed,
+        changed_hints=hints,
     )
 
 
-def _adapted_bits(case: Case, shard: object) -> list[float]:
-    # Adapt after every document, so that the swapped one follows seven updates.
-    part = replace(case.recipe.score, adapt_tokens=1)
-    scorer = Scorer(case.open_predictor(), shard, case.runtime, Clock())  # type: ignore[arg-type]
-    return [e.bits for e in scorer.run(part, adapt=True).entries]
+def decodable_order(case: Case) -> Finding:
+    """R12: no price knows how long a document will be; a decoder learns it at its end."""
+    scores = _learning(case)
+    if not scores:
+        return not_shown("order", "no adapted or mixed score in the run")
+    shard = _probe_shard(case)
+    changed = {
+        m: order.later_lengths_matter(_tracer(case, score), shard) for m, score in scores.items()
+    }
+    bad = [m for m in scores if changed[m] or scores[m].order != STREAM]
+    said = f"; no decoder could follow {', '.join(bad)}" if bad else ""
+    return judge(
+        "order",
+        not bad,
+        f"{sum(changed.values())} prices changed when documents ended earlier behind them{said}",
+        changed_prices=changed,
+        orders={m: score.order for m, score in scores.items()},
+    )
+
+
+def _learning(case: Case) -> dict[str, Score]:
+    return {m: score for m, score in case.scores.items() if score.how.get("levers")}
+
+
+def _probe_shard(case: Case) -> Shard:
+    return order.short_stream(case.data.val, PROBE_DOCUMENTS, PROBE_TOKENS)
+
+
+def _tracer(case: Case, score: Score) -> order.Trace:
+    def trace(shard: Shard) -> list[order.Commit]:
+        commits: list[order.Commit] = []
+        case.rescore(score, shard, lambda *commit: commits.append(commit))
+        return commits
+
+    return trace
+
+
+def _num_targets(shard: Shard) -> list[int]:
+    totals = np.diff(shard.starts, append=shard.num_tokens)
+    # The last document is followed by nothing.
+    totals[-1] -= 1
+    return [int(total) for total in totals]
 
 
 def reproduction(case: Case) -> Finding:
     """R16: this artifact, scored again, gives the ledger's bits."""
     if "plain" not in case.scores:
         return not_shown("reproduction", "no plain score in the run")
-    scorer = Scorer(case.open_predictor(), case.data.val, case.runtime, Clock())
+    products = PRODUCTS.get(str(case.scores["plain"].how.get("products")))
+    if products is None:
+        return not_shown("reproduction", "the plain score does not say its precision")
+    scorer = Scorer(case.open_predictor(products), case.data.val, case.runtime, Clock())
     pristine = scorer.predictor.state_hash()
     again = scorer.run(case.recipe.score)
     unchanged = scorer.predictor.state_hash() == pristine
@@ -289,6 +317,7 @@ RULES: tuple[Callable[[Case], Finding], ...] = (
     causality,
     normalization,
     score_before_update,
+    decodable_order,
     reproduction,
     coded_bits,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,16 +31,55 @@ from underpar.console import ERR, OUT, progress_bar, show_json, show_pairs, show
 def score(
     artifact: ArtifactPath,
     data: DataPath,
-    adapt: Annotated[bool, typer.Option(help="Learn from text already scored.")] = False,
+    adapt: Annotated[
+        bool, typer.Option(help="With the scoring levers that the recipe names.")
+    ] = False,
+    with_: Annotated[
+        list[str] | None,
+        typer.Option("--with", help="A lever of scoring, may be repeated: lora_ttt, tilt..."),
+    ] = None,
+    stride: Annotated[
+        int, typer.Option(help="Targets that a window owns: they overlap below the context.")
+    ] = 0,
+    flat: Annotated[bool, typer.Option(help="Windows reach over the ends of documents.")] = False,
+    order: Annotated[
+        str, typer.Option(help="stream: decodable. published: by length, as records have it.")
+    ] = "stream",
+    seconds: Annotated[
+        float, typer.Option(help="After so many, the rest is scored without learning; 0: never.")
+    ] = 0.0,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Change a scoring value: levers.lora_ttt.rank=40"),
+    ] = None,
     device: Device = "auto",
+    attention: Attention = "auto",
     json: Json = False,
 ) -> None:
-    """Bits per byte of an artifact on held-out text; the ledger lies beside the artifact."""
-    from underpar import verbs
-    from underpar.runtime import open_runtime
+    """Bits per byte of an artifact on held-out text; the ledger lies beside the artifact.
 
+    \b
+    underpar score runs/mine/model.upar --data data
+    underpar score runs/mine/model.upar --data data --stride 512
+    underpar score runs/mine/model.upar --data data --with lora_ttt --with tilt
+    underpar score runs/mine/model.upar --data data --with lora_ttt --order published
+
+    Every target is priced before anything learns from it. 'underpar levers' lists the levers of
+    stage infer; settings are the recipe's, or the lever's defaults.
+    """
+    from underpar import verbs
+    from underpar.errors import RuleError
+    from underpar.runtime import open_runtime
+    from underpar.score.method import ADAPT, Method
+
+    method = Method(tuple(with_ or ()), stride, flat, order, seconds)
+    if adapt:
+        if method != Method(seconds=seconds):
+            raise RuleError("--adapt is a method of its own; leave out --with, --stride, --order")
+        method = replace(ADAPT, seconds=seconds)
     runtime = open_runtime(device)
-    summary = verbs.score(artifact, data, runtime, adapt, quiet=json)
+    choose_attention(attention, runtime)
+    summary = verbs.score(artifact, data, runtime, method, set_ or (), quiet=json)
     if runtime.is_main:
         show_summary(json, str(artifact), summary)
 
@@ -178,7 +218,7 @@ class TakesLists(TyperCommand):
 def compare(
     old: Annotated[list[str], typer.Argument(help="Runs, score files or numbers: the old side.")],
     new: Annotated[list[str], typer.Option("--with", help="The new side: all that follows.")],
-    method: Annotated[str, typer.Option(help="Which score of a run: plain or adapt.")] = "plain",
+    method: Annotated[str, typer.Option(help="Which score of a run, by name.")] = "plain",
     json: Json = False,
 ) -> None:
     """Is the new side better? Welch and seed-paired tests, with the seeds it would take."""

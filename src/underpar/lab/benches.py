@@ -11,6 +11,9 @@ import torch
 
 from underpar.artifact import rans
 from underpar.errors import BenchError
+from underpar.infer.experts import Proposals
+from underpar.infer.ngram import CountExpert, Gate
+from underpar.infer.tilt import Steady
 from underpar.kernels.attention import attend, backend_of
 from underpar.kernels.attention.reference import REFERENCE
 from underpar.lab.bench import Bench
@@ -92,10 +95,39 @@ def attention(runtime: Runtime) -> Bench:
     )
 
 
+def ngram(runtime: Runtime) -> Bench:
+    """Proposals of the order-16 expert: the scan as it is written against the compiled one."""
+    # Zipf's law; the second half repeats the first.
+    tokens = np.tile(np.random.default_rng(0).zipf(1.3, 1 << 14) % 8192, 2)
+    gate = Gate(min_count=1, min_confidence=0.8, prior=0.0)
+
+    def run(plain: bool) -> Proposals:
+        expert = CountExpert((15,), gate, Steady(2.625), plain)
+        expert.open(1, len(tokens))
+        return expert.propose(0, tokens)
+
+    def check() -> None:
+        plain, fast = run(True), run(False)
+        np.testing.assert_array_equal(plain.hints, fast.hints)
+        np.testing.assert_array_equal(plain.confidence, fast.confidence)
+        assert (fast.hints >= 0).any(), "nothing was proposed"
+
+    return Bench(
+        name="ngram",
+        what=f"propose {len(tokens)} tokens from the 15 before each",
+        a=lambda: run(True),
+        b=lambda: run(False),
+        label_a="plain",
+        label_b="compiled, where Numba is installed",
+        check=check,
+    )
+
+
 BENCHES: dict[str, Callable[[Runtime], Bench]] = {
     "attention": attention,
     "coder": coder,
     "muon": muon,
+    "ngram": ngram,
 }
 # These take a corpus file; without one, the embedded corpus.
 DATA_BENCHES: dict[str, Callable[[Path | None], Bench]] = {"data": data, "data_cores": data_cores}

@@ -53,7 +53,17 @@ LEVERS = {
     "lawa": "underpar.levers.lawa",
     "qat_lite": "underpar.levers.qat_lite",
     "ste": "underpar.levers.ste",
+    # A tensor belongs to the first adapter that names it: the choosy ones come first.
     "adapt_scales": "underpar.levers.adapt_scales",
+    "lora_ttt": "underpar.levers.lora_ttt",
+    "adapt_bias": "underpar.levers.adapt_bias",
+    "ttt_e2e": "underpar.levers.ttt_e2e",
+    "stream_sgd": "underpar.levers.stream_sgd",
+    "phased_sgd": "underpar.levers.phased_sgd",
+    # Experts tilt in turn: the surest first.
+    "tilt": "underpar.levers.tilt",
+    "match": "underpar.levers.match",
+    "counts": "underpar.levers.counts",
 }
 
 

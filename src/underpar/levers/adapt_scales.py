@@ -8,13 +8,9 @@ schedule depends on nothing but the number of tokens seen, which a decoder knows
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
+from underpar.infer.sgd import SGD, Descent
 from underpar.recipe import ModelSpec, require
 
 STAGE = "infer"
@@ -37,31 +33,17 @@ class Settings:
         require(0 <= share < 1, f"levers.adapt_scales.momentum = {share}: expected 0 up to 1")
 
 
-class ScaleSGD:
-    """Plain SGD with momentum; its state lives as long as the scored stream."""
+class ScaleSGD(SGD):
+    """SGD with momentum, the soft cap at a rate of its own."""
 
     def __init__(self, settings: Settings) -> None:
+        super().__init__(Descent(settings.lr, settings.momentum, clip=0.0), settings.patterns)
         self.settings = settings
-        self._rates: list[float] = []
-        self._velocity: list[Tensor] = []
 
-    def parameters(self, named: Mapping[str, Tensor]) -> list[Tensor]:
-        """The scale tensors of the model."""
-        patterns = self.settings.patterns
-        chosen = [n for n in named if any(fnmatch.fnmatch(n, pattern) for pattern in patterns)]
-        is_cap = [name.rpartition(".")[2].startswith("cap_") for name in chosen]
-        self._rates = [self.settings.cap_lr if cap else self.settings.lr for cap in is_cap]
-        return [named[name] for name in chosen]
-
-    @torch.no_grad()
-    def update(self, parameters: list[Tensor]) -> None:
-        """One step from the gradients on `parameters`."""
-        if not self._velocity:
-            self._velocity = [torch.zeros_like(p) for p in parameters]
-        for parameter, velocity, lr in zip(parameters, self._velocity, self._rates, strict=True):
-            assert parameter.grad is not None
-            velocity.mul_(self.settings.momentum).add_(parameter.grad)
-            parameter.sub_(velocity, alpha=lr)
+    def rate(self, name: str) -> float:
+        """The rate of one tensor."""
+        is_cap = name.rpartition(".")[2].startswith("cap_")
+        return self.settings.cap_lr if is_cap else self.settings.lr
 
 
 def plug(settings: Settings, spec: ModelSpec) -> ScaleSGD:

@@ -90,7 +90,9 @@ class GPT(nn.Module):
         self.set_progress(1.0)
         for hook in hooks.check:
             hook(self.plan)
-        self.init_weights()
+        # Shapes alone need no numbers.
+        if not self.embedding.weight.is_meta:
+            self.init_weights()
 
     def init_weights(self) -> None:
         """Zero output projections: every block starts as the identity (PR 2014)."""

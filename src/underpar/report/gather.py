@@ -182,7 +182,13 @@ def _score(tree: Fields) -> ScoreResult:
         )
         for row in tree.rows("ledger")
     ]
-    score = Score(tree.text("method"), entries, tree.numbers("seconds"))
+    score = Score(
+        tree.text("method"),
+        entries,
+        tree.numbers("seconds"),
+        order=tree.text("order"),
+        side_bits=tree.number("side_bits"),
+    )
     xz_bytes = tree.count("xz_bytes")
     if not score.num_bytes or not xz_bytes:
         raise RunError(f"{tree.file} prices no text; score again")

@@ -1,4 +1,4 @@
-"""Bits and bytes of each document, and their sum. Scores of ranks merge by addition."""
+"""Bits and bytes of each document, and their sum, with what was done to get them."""
 
 from __future__ import annotations
 
@@ -27,13 +27,23 @@ class Score:
     method: str
     entries: list[Entry]
     seconds: dict[str, float] = field(default_factory=dict)
-    # What the scorer did, in order: ("price" | "adapt", first document, last document).
     events: list[tuple[str, int, int]] = field(default_factory=list)
+    """What the scorer did, in order. Over chunks of documents ("price" or "adapt", first document,
+    last document); over lanes ("price" or "adapt", step, targets), ("train", step, documents).
+    Where time was up ("stop", chunk or step, documents priced)."""
+    order: str = "stream"
+    """"stream": a decoder could follow; "published": it could not."""
+    stopped_at: int = -1
+    """Chunk or step from which on nothing was learnt, for lack of time; -1: none."""
+    side_bits: float = 0.0
+    """What a decoder must be told besides the targets."""
+    how: dict[str, Any] = field(default_factory=dict)
+    """The method and the settings of its levers."""
 
     @property
     def bits(self) -> float:
-        """Bits of all targets."""
-        return float(np.sum([e.bits for e in self.entries], dtype=np.float64))
+        """Bits of all targets, and of what a decoder must be told."""
+        return float(np.sum([e.bits for e in self.entries], dtype=np.float64)) + self.side_bits
 
     @property
     def num_bytes(self) -> int:
@@ -50,17 +60,6 @@ class Score:
         """Bits per byte: summed bits over summed bytes, never a mean of means."""
         return self.bits / self.num_bytes
 
-    def __add__(self, other: Score) -> Score:
-        """Both shares of one stream; a document in both is refused."""
-        if self.method != other.method:
-            raise RuleError(f"scores of methods {self.method!r} and {other.method!r} do not add")
-        entries = sorted(self.entries + other.entries, key=lambda e: e.document)
-        if len({e.document for e in entries}) != len(entries):
-            raise RuleError("a document was scored twice")
-        phases = {*self.seconds, *other.seconds}
-        seconds = {p: max(self.seconds.get(p, 0), other.seconds.get(p, 0)) for p in sorted(phases)}
-        return Score(self.method, entries, seconds, self.events + other.events)
-
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON, totals first."""
         return {
@@ -70,6 +69,10 @@ class Score:
             "bytes": self.num_bytes,
             "targets": self.num_targets,
             "documents": len(self.entries),
+            "order": self.order,
+            "stopped_at": self.stopped_at,
+            "side_bits": self.side_bits,
+            "how": self.how,
             "seconds": self.seconds,
             "events": self.events,
             "ledger": [asdict(e) for e in self.entries],
@@ -81,7 +84,16 @@ def score_from_dict(tree: dict[str, Any]) -> Score:
     try:
         entries = [Entry(**row) for row in tree["ledger"]]
         events = [(str(kind), int(a), int(b)) for kind, a, b in tree["events"]]
-        score = Score(tree["method"], entries, tree["seconds"], events)
+        score = Score(
+            tree["method"],
+            entries,
+            tree["seconds"],
+            events,
+            order=str(tree["order"]),
+            stopped_at=int(tree["stopped_at"]),
+            side_bits=float(tree["side_bits"]),
+            how=dict(tree["how"]),
+        )
         claimed = (tree["bits"], tree["bytes"], tree["targets"], tree["documents"])
     except (KeyError, TypeError, ValueError) as error:
         raise RuleError(f"not a score file ({error!r})") from error

@@ -1,24 +1,53 @@
-"""Price every document of a shard: predict, commit, and only then adapt."""
+"""Price the stream unit by unit: predict, commit, and only then adapt.
+
+A unit is a chunk of whole documents, or the windows of a pass where they reach over documents.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
-from underpar.data.loader import Batch, pack_documents
+from underpar.data.loader import Batch, pack_documents, segments_from_starts
 from underpar.data.shards import Shard
 from underpar.errors import RuleError
+from underpar.infer.experts import Proposals
 from underpar.infer.predictor import Predictor
+from underpar.infer.tilt import Mixture
 from underpar.recipe import ScorePart
 from underpar.runtime import Clock, Runtime
-from underpar.score.ledger import Entry, Score
-from underpar.score.windows import chunk_documents
-from underpar.train.dist import gather_objects
+from underpar.score.ledger import Score
+from underpar.score.method import STOP_BITS, Method
+from underpar.score.tally import OnCommit, Tally
+from underpar.score.windows import (
+    Window,
+    chunk_documents,
+    flat_windows,
+    group_windows,
+    isolated_windows,
+)
+from underpar.seams import BOS_ID
+from underpar.train.dist import from_main, gather_objects
 
+# Targets after which mixers learn.
+SETTLE_EVERY = 1024
+
+# (share of the targets done, bits per byte so far)
 OnChunk = Callable[[float, float], None]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Consecutive targets of the stream; `windows` are empty where documents are packed whole."""
+
+    documents: range
+    first: int
+    num_targets: int
+    windows: Sequence[Window] = ()
 
 
 @dataclass
@@ -29,67 +58,170 @@ class Scorer:
     shard: Shard
     runtime: Runtime
     clock: Clock
-    entries: list[Entry] = field(default_factory=list)
-    events: list[tuple[str, int, int]] = field(default_factory=list)
+    mixture: Mixture = field(default_factory=lambda: Mixture([]))
+    on_commit: OnCommit | None = None
 
-    def run(self, part: ScorePart, adapt: bool = False, on_chunk: OnChunk | None = None) -> Score:
-        """The score of the whole shard; `adapt` learns from each chunk once it is priced.
+    def run(
+        self,
+        part: ScorePart,
+        adapt: bool = False,
+        on_chunk: OnChunk | None = None,
+        method: Method | None = None,
+    ) -> Score:
+        """The score of the whole shard; `adapt` learns from each unit once it is priced."""
+        method = method or Method(name="adapt" if adapt else "plain")
+        self._check(method, adapt)
+        self._tally = tally = Tally(self.shard, self.on_commit)
+        self._part = part
+        self.mixture.open(1, int(tally.expected.sum()))
+        deadline = time.monotonic() + method.seconds if method.seconds else float("inf")
+        stopped_at = -1
+        for index, units in enumerate(self._rounds(method, adapt)):
+            if adapt and stopped_at < 0 and self._is_after(deadline):
+                stopped_at = index
+                tally.note("stop", index, units[0].documents[0])
+            batch = self._round(units)
+            if adapt and stopped_at < 0:
+                assert batch is not None
+                with self.clock.phase("adapt"):
+                    self.adapt(batch, units[0].documents)
+            if on_chunk:
+                on_chunk(tally.share, tally.bpb)
+        return Score(
+            method.label,
+            tally.entries(),
+            self.clock.read(),
+            tally.events,
+            method.order,
+            stopped_at,
+            STOP_BITS if stopped_at >= 0 else 0.0,
+            method.as_dict(),
+        )
 
-        `on_chunk` gets (share of the documents done, bits per byte so far).
-        """
+    def _check(self, method: Method, adapt: bool) -> None:
         if adapt and not self.predictor.can_adapt:
             raise RuleError("this artifact's recipe names no adapter; add one under [levers]")
         if adapt and self.runtime.world > 1:
             raise RuleError("adapting follows one stream: score with --adapt on a single rank")
-        method = "adapt" if adapt else "plain"
-        lengths = np.diff(self.shard.starts, append=self.shard.num_tokens).tolist()
-        chunk_tokens = part.adapt_tokens if adapt else part.batch_tokens
-        bits, num_bytes = 0.0, 0
-        for index, chunk in enumerate(chunk_documents(lengths, chunk_tokens)):
-            if index % self.runtime.world != self.runtime.rank:
-                continue
-            with self.clock.phase("score"):
-                batch = self.price(chunk)
-            if adapt:
-                with self.clock.phase("adapt"):
-                    self.adapt(batch, chunk)
-            bits += sum(e.bits for e in self.entries[-len(chunk) :])
-            num_bytes += sum(e.num_bytes for e in self.entries[-len(chunk) :])
-            if on_chunk:
-                on_chunk(chunk.stop / self.shard.num_documents, bits / num_bytes)
-        return self._merge(Score(method, self.entries, self.clock.read(), self.events))
+        if adapt and method.stride:
+            raise RuleError("adapters learn from plain windows: leave out --stride")
+        if method.flat and not method.stride:
+            raise RuleError("--flat is for sliding windows: give --stride")
 
-    def price(self, documents: Sequence[int]) -> Batch:
-        """Price consecutive documents and commit them to the ledger."""
-        docs = [self.shard.doc(i) for i in documents]
-        batch, owner = pack_documents(docs, int(docs[0][0]), self.predictor.context)
-        nats = self.predictor.nll(batch).cpu().double().numpy()
-        counted = np.ones(len(nats), dtype=bool)
-        # The stream ends with its last document: nothing follows it, so nothing is predicted.
-        counted[-1] = documents[-1] != self.shard.num_documents - 1
-        bits = np.bincount(owner, weights=nats * counted) / math.log(2)
-        targets = np.bincount(owner, weights=counted)
-        for place, document in enumerate(documents):
-            num_bytes = int(self.shard.doc_bytes[document])
-            self.entries.append(Entry(document, float(bits[place]), num_bytes, int(targets[place])))
-        self.events.append(("price", documents[0], documents[-1]))
+    def _is_after(self, deadline: float) -> bool:
+        return bool(from_main(float(time.monotonic() > deadline), self.runtime))
+
+    def _rounds(self, method: Method, adapt: bool) -> Iterator[list[Unit]]:
+        """Units of the stream, one for each rank at a time."""
+        units: list[Unit] = []
+        for unit in self._units(method, self._part.adapt_tokens if adapt else 0):
+            units.append(unit)
+            if len(units) == self.runtime.world:
+                yield units
+                units = []
+        if units:
+            yield units
+
+    def _units(self, method: Method, adapt_tokens: int) -> Iterator[Unit]:
+        totals, starts = self._tally.expected, self.shard.starts
+        context, size = self.predictor.context, self._part.batch_tokens
+        if method.flat:
+            for group in group_windows(flat_windows(totals.tolist(), context, method.stride), size):
+                first, last = group[0], group[-1]
+                begin, end = first.start + first.owned, last.start + last.length
+                documents = np.searchsorted(starts, [begin, end - 1], side="right") - 1
+                yield Unit(range(documents[0], documents[1] + 1), begin, end - begin, group)
+            return
+        lengths = np.diff(starts, append=self.shard.num_tokens).tolist()
+        for chunk in chunk_documents(lengths, adapt_tokens or size):
+            own = totals[chunk.start : chunk.stop]
+            windows: Sequence[Window] = ()
+            if method.stride:
+                windows = list(isolated_windows(own.tolist(), context, method.stride))
+            yield Unit(chunk, int(starts[chunk.start]), int(own.sum()), windows)
+
+    def _round(self, units: Sequence[Unit]) -> Batch | None:
+        """Price a unit on each rank and commit all of them, in order; returns what this one read.
+
+        Experts follow the stream on every rank: they need all of it and no device.
+        """
+        with self.clock.phase("hints" if self.mixture.experts else "score"):
+            proposals = [self.mixture.propose(0, self._targets(unit)) for unit in units]
+        batch, own = None, None
+        with self.clock.phase("score"):
+            if self.runtime.rank < len(units):
+                rank = self.runtime.rank
+                batch, log_p = self.price(units[rank], proposals[rank].hints)
+                own = (units[rank].first, log_p)
+            found = gather_objects(own, self.runtime)
+            for unit, proposed, share in zip(units, proposals, found, strict=False):
+                assert isinstance(share, tuple)
+                first, log_p = share
+                if first != unit.first:
+                    raise RuleError(f"a rank priced target {first}, {unit.first} was its own")
+                self._commit(unit, proposed, log_p)
         return batch
+
+    def _commit(self, unit: Unit, proposals: Proposals, log_p: np.ndarray) -> None:
+        """Mix and enter the prices; mixers learn every few targets, once these are entered."""
+        targets = self._targets(unit)
+        for begin in range(0, len(targets), SETTLE_EVERY):
+            own = slice(begin, begin + SETTLE_EVERY)
+            part = Proposals(proposals.hints[own], proposals.confidence[own])
+            priced = self.mixture.price(part, targets[own], log_p[own])
+            self._tally.commit_stream(unit.first + begin, -priced)
+            self.mixture.settle()
+        self._tally.note("price", unit.documents[0], unit.documents[-1])
+
+    def _targets(self, unit: Unit) -> np.ndarray:
+        return np.asarray(self.shard.tokens[unit.first + 1 : unit.first + unit.num_targets + 1])
+
+    def price(self, unit: Unit, hints: np.ndarray) -> tuple[Batch | None, np.ndarray]:
+        """Log-probabilities (n, 1 + K) of a unit's targets and of `hints` (n, K).
+
+        The batch is what adapters may learn from, once this is committed.
+        """
+        if unit.windows:
+            return None, self._price_windows(unit, hints)
+        docs = [self.shard.doc(i) for i in unit.documents]
+        batch, _ = pack_documents(docs, BOS_ID, self.predictor.context)
+        log_p = self._log_p(batch, hints, np.arange(unit.num_targets))
+        return batch, log_p[: unit.num_targets]
+
+    def _price_windows(self, unit: Unit, hints: np.ndarray) -> np.ndarray:
+        """Each target in the window that owns it; windows share a pass, no window sees another."""
+        is_flat = unit.windows[0].document < 0
+        base = [0 if is_flat else int(self.shard.starts[d]) for d in unit.documents]
+        done = []
+        for group in group_windows(unit.windows, self._part.batch_tokens):
+            begins = [base[max(0, window.document)] + window.start for window in group]
+            rows = [
+                np.asarray(self.shard.tokens[b : b + w.length + 1], dtype=np.int64)
+                for b, w in zip(begins, group, strict=True)
+            ]
+            lengths = np.array([window.length for window in group])
+            cuts = np.cumsum(lengths) - lengths
+            batch = Batch(
+                torch.from_numpy(np.concatenate([row[:-1] for row in rows])),
+                torch.from_numpy(np.concatenate([row[1:] for row in rows])),
+                segments_from_starts(cuts, int(lengths.sum()), self.predictor.context),
+            )
+            triples = list(zip(cuts, begins, group, strict=True))
+            owned = np.concatenate([np.arange(c + w.owned, c + w.length) for c, _, w in triples])
+            places = np.concatenate([np.arange(b + w.owned, b + w.length) for _, b, w in triples])
+            done.append(self._log_p(batch, hints[places - unit.first], owned)[owned])
+        return np.concatenate(done)
+
+    def _log_p(self, batch: Batch, hints: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Log-probabilities (N, 1 + K); `hints` are those of some rows of the batch."""
+        tokens = np.full((len(batch.targets), hints.shape[1]), -1, dtype=np.int64)
+        tokens[rows] = hints
+        wanted = torch.from_numpy(tokens) if hints.shape[1] else None
+        return self.predictor.price(batch, wanted).cpu().double().numpy()
 
     def adapt(self, batch: Batch, documents: Sequence[int]) -> None:
         """Learn from the documents priced last."""
         self.predictor.adapt(batch)
         # A device works on behind the call; its time belongs here.
         self.runtime.synchronize()
-        self.events.append(("adapt", documents[0], documents[-1]))
-
-    def _merge(self, own: Score) -> Score:
-        shares = gather_objects(own, self.runtime)
-        score = own
-        if len(shares) > 1:
-            score = Score(own.method, [])
-            for share in shares:
-                assert isinstance(share, Score)
-                score = score + share
-        # The first token of the stream is an input only; everything else is a target.
-        assert score.num_targets == self.shard.num_tokens - 1, "a target was missed or priced twice"
-        return score
+        self._tally.note("adapt", documents[0], documents[-1])

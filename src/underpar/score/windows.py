@@ -3,11 +3,76 @@
 A document is priced in pieces of `context` inputs; no piece sees another document, and a later
 piece starts without context (the packed evaluation of PR 1530). Chunks of documents close after
 the document that fills them, so a decoder, which knows what it has decoded, knows where each ends.
+
+Sliding windows overlap, so that a target sees at least `context - stride` inputs before its own
+(PR 50). Each target has one owner among them; early scorers let several windows price the last
+targets, which PR 1219 repaired. With a stride of `context` the windows are the plain pieces.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from underpar.parts import require
+
+# The document of a window that follows the stream across documents.
+STREAM = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """`length` inputs from `start` on; it owns the scores of its local targets from `owned` on.
+
+    Local target j is the token after input `start + j`, counted in the document or the stream.
+    """
+
+    document: int
+    start: int
+    length: int
+    owned: int
+
+
+def sliding_windows(
+    num_targets: int, context: int, stride: int, document: int = STREAM
+) -> list[Window]:
+    """Windows of up to `context` inputs, one each `stride`, that own every target once."""
+    require(
+        1 <= stride <= context,
+        f"stride = {stride}: expected from 1 to the context, {context} tokens",
+    )
+    if num_targets == 0:
+        return []
+    overlap = context - stride
+    return [
+        Window(document, start, min(context, num_targets - start), overlap if start else 0)
+        for start in range(0, max(num_targets - overlap, 1), stride)
+    ]
+
+
+def isolated_windows(num_targets: Sequence[int], context: int, stride: int) -> Iterator[Window]:
+    """The windows of each document in turn; none sees another document."""
+    for document, total in enumerate(num_targets):
+        yield from sliding_windows(total, context, stride, document)
+
+
+def flat_windows(num_targets: Sequence[int], context: int, stride: int) -> Iterator[Window]:
+    """The windows of the whole stream: context crosses documents (records before PR 1530)."""
+    yield from sliding_windows(sum(num_targets), context, stride)
+
+
+def group_windows(windows: Iterable[Window], batch_tokens: int) -> Iterator[list[Window]]:
+    """Consecutive windows in passes of at most `batch_tokens` inputs, or of one longer window."""
+    group: list[Window] = []
+    filled = 0
+    for window in windows:
+        if group and filled + window.length > batch_tokens:
+            yield group
+            group, filled = [], 0
+        group.append(window)
+        filled += window.length
+    if group:
+        yield group
 
 
 def chunk_documents(lengths: Sequence[int], chunk_tokens: int) -> Iterator[range]:

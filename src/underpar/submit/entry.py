@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
-from underpar.build import build_predictor, read_artifact, require_same_tokenizer
+from underpar.build import read_artifact, require_same_tokenizer
 from underpar.data.folder import load_data
 from underpar.runtime import Clock, open_runtime
-from underpar.score.score import Scorer
+from underpar.score.method import ADAPT, PLAIN
+from underpar.scoring import Way, open_method, run_method
 from underpar.train.dist import process_group
 
 
@@ -20,11 +22,11 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit("usage: script ARTIFACT DATA [adapt]")
     clock, runtime = Clock("load"), open_runtime()
     artifact, _ = read_artifact(Path(arguments[0]))
-    predictor = build_predictor(artifact, runtime.device)
+    asked = ADAPT if arguments[2:] == ["adapt"] else PLAIN
+    method, recipe = open_method(artifact.recipe, asked)
     data = load_data(Path(arguments[1]))
     require_same_tokenizer(artifact, data.tokenizer)
     with process_group(runtime):
-        scorer = Scorer(predictor, data.val, runtime, clock)
-        score = scorer.run(artifact.recipe.score, adapt=arguments[2:] == ["adapt"])
+        score = run_method(replace(artifact, recipe=recipe), data.val, Way(method, runtime, clock))
     if runtime.is_main:
         print(json.dumps(score.as_dict()))

@@ -1,0 +1,42 @@
+"""What the audit judges: an artifact, its data and its scores, and how to run them again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from underpar.codec.stream import Codec
+from underpar.data.folder import DataFolder
+from underpar.data.shards import Shard
+from underpar.infer.predictor import Predictor
+from underpar.infer.tilt import Mixture
+from underpar.recipe import Recipe
+from underpar.runtime import Runtime
+from underpar.score.ledger import Score
+from underpar.score.tally import OnCommit
+
+# Runs the method of a score on another shard; every price is told.
+Rescore = Callable[[Score, Shard, OnCommit], Score]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Everything the rules look at."""
+
+    recipe: Recipe
+    # Products in a precision, fp32 unless asked.
+    open_predictor: Callable[..., Predictor]
+    rescore: Rescore
+    # The experts of a score's method.
+    open_mixture: Callable[[Score], Mixture]
+    codec: Codec
+    artifact_file: Path
+    code_bytes: int
+    data: DataFolder
+    scores: dict[str, Score]
+    runtime: Runtime
+    # By stage: training, calibration, tuning.
+    spent_seconds: dict[str, float]
+    # Documents are coded in stream order until this many tokens; 0 codes all of them.
+    code_tokens: int = 0

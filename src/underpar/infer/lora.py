@@ -1,0 +1,310 @@
+"""Low-rank adapters, one set a lane, which learn a document while it is read.
+
+y + (alpha / rank) B (A x) at each site of each visit (Hu et al. 2021, arXiv:2106.09685; for each
+document on its own PR 77, PR 1530; scale and warm A PR 1767; sites of PR 2014). All adapters of all
+lanes are columns of one buffer, and so are their gradients and second moments: an update is one
+pass over them, and products read and write their columns in place.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from underpar.model.gpt import GPT
+from underpar.recipe import ModelSpec
+from underpar.seams import Visit
+
+# A site and the slot of the visit; the head has none.
+Place = tuple[str, int | None]
+
+
+class LoraSettings(Protocol):
+    """What adapters need to know; the lever `lora_ttt` settles it."""
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """Products that have adapters, by the names of the seam `adjust`."""
+
+    @property
+    def rank(self) -> int:
+        """Rows of A."""
+
+    @property
+    def alpha(self) -> float:
+        """Scale of what adapters add, times the rank."""
+
+    @property
+    def lr(self) -> float:
+        """Step of AdamW."""
+
+    @property
+    def decay(self) -> float:
+        """Decoupled weight decay."""
+
+    @property
+    def decay_all(self) -> bool:
+        """Whether lanes that do not learn decay too."""
+
+    @property
+    def beta2(self) -> float:
+        """What second moments keep in a step."""
+
+    @property
+    def eps(self) -> float:
+        """Added to the root of a second moment."""
+
+    @property
+    def warm(self) -> bool:
+        """Whether a lane keeps its A from document to document."""
+
+    @property
+    def seed(self) -> int:
+        """Of the first A."""
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """One adapter of all lanes and where its gradients go: columns of the buffers."""
+
+    a: Tensor  # (L, r, in)
+    b: Tensor  # (L, out, r)
+    grad_a: Tensor
+    grad_b: Tensor
+    scale: float
+
+
+class _Product(torch.autograd.Function):
+    """y (N, out) + scale B (A x) for x (N, in), lane by lane.
+
+    The gradients of A and B overwrite their columns instead of passing through autograd, which
+    would put them together again for each site. `anchor` only has the pass recorded.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, x: Tensor, anchor: Tensor, pair: _Pair) -> Tensor:
+        """The sum (N, out)."""
+        num_lanes, kind = len(pair.a), pair.a.dtype
+        rows = x.to(kind).unflatten(0, (num_lanes, -1))  # (L, C, in)
+        low = torch.bmm(rows, pair.a.mT) * pair.scale  # (L, C, r)
+        ctx.save_for_backward(rows, low)
+        ctx.pair, ctx.kinds = pair, (y.dtype, x.dtype)
+        given = y.to(kind).unflatten(0, (num_lanes, -1))
+        return torch.baddbmm(given, low, pair.b.mT).flatten(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        """Gradients of y and x; those of A and B go to their columns."""
+        rows, low = ctx.saved_tensors
+        pair: _Pair = ctx.pair
+        above = grad.unflatten(0, rows.shape[:2])  # (L, C, out)
+        torch.bmm(above.mT, low, out=pair.grad_b)
+        below = torch.bmm(above, pair.b) * pair.scale  # (L, C, r)
+        torch.bmm(below.mT, rows, out=pair.grad_a)
+        y_kind, x_kind = ctx.kinds
+        grad_x = None
+        if ctx.needs_input_grad[1]:
+            grad_x = torch.bmm(below, pair.a).flatten(0, 1).to(x_kind)
+        return grad.to(y_kind), grad_x, None, None
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Columns of the buffers: all A, then all B."""
+
+    width: int
+    """Channels that every site reads."""
+    rank: int
+    outs: dict[Place, int]
+    """Channels that each site writes."""
+
+    @property
+    def num_a(self) -> int:
+        """Columns of all A."""
+        return len(self.outs) * self.rank * self.width
+
+    @property
+    def num_columns(self) -> int:
+        """Columns of all A and B."""
+        return self.num_a + self.rank * sum(self.outs.values())
+
+    def cut(self, flat: Tensor) -> dict[Place, tuple[Tensor, Tensor]]:
+        """A (L, r, in) and B (L, out, r) of each site, as views of flat (L, columns)."""
+        num = len(self.outs)
+        sizes = [self.rank * self.width] * num + [out * self.rank for out in self.outs.values()]
+        columns = flat.split(sizes, dim=1)
+        pairs = zip(columns[:num], columns[num:], strict=True)
+        return {
+            place: (a.unflatten(1, (self.rank, -1)), b.unflatten(1, (-1, self.rank)))
+            for place, (a, b) in zip(self.outs, pairs, strict=True)
+        }
+
+
+def _layout_of(model: GPT, settings: LoraSettings) -> _Layout:
+    spec = model.spec
+    places: list[Place] = [
+        (site, visit.slot) for visit in model.plan for site in settings.sites if site != "head"
+    ]
+    places += [("head", None)] if "head" in settings.sites else []
+    outs = {place: _channels(spec)[place[0]] for place in places}
+    return _Layout(spec.dim, settings.rank, outs)
+
+
+def _channels(spec: ModelSpec) -> dict[str, int]:
+    """Site -> channels that it writes."""
+    kv_dim = spec.num_kv_heads * spec.head_dim
+    wide = dict.fromkeys(("q", "o", "mlp"), spec.dim)
+    return wide | {"k": kv_dim, "v": kv_dim, "head": spec.vocab_size}
+
+
+class Lora:
+    """Adapters of L lanes, a row each, with their optimiser; products as autocast has them."""
+
+    def __init__(
+        self,
+        model: GPT,
+        settings: LoraSettings,
+        lanes: Sequence[int],
+        device: torch.device | str,
+        compiled: bool = False,
+    ) -> None:
+        """`lanes`: the number of each row's lane. `compiled`: the update is one kernel."""
+        self.settings = settings
+        self.lanes = list(lanes)
+        self._model = model
+        self._layout = _layout_of(model, settings)
+        self._weights = torch.zeros(len(lanes), self._layout.num_columns, device=device)
+        self._moments = torch.zeros_like(self._weights)
+        self._steps = torch.zeros(len(lanes), device=device)
+        self._anchor = torch.zeros((), device=device, requires_grad=True)
+        # What products read, and its gradients: in their precision, made when it is known.
+        self._work: Tensor | None = None
+        self._grads: Tensor | None = None
+        self._pairs: dict[Place, _Pair] = {}
+        self._descend: Callable[..., None] = _descend
+        if compiled:
+            self._descend = torch.compile(_descend, fullgraph=True)
+        for row, lane in enumerate(lanes):
+            self._draw(row, lane)
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers that a lane learns."""
+        return self._layout.num_columns
+
+    @contextmanager
+    def attached(self, rows: Tensor | None = None) -> Iterator[None]:
+        """Inside, the model's products are adjusted: all rows are read, or these alone, by index.
+
+        Some rows are a copy, which is good to read with and not to learn.
+        """
+        adjust = (self if rows is None else self._select(rows)).adjust
+        self._model.hooks.adjust.append(adjust)
+        try:
+            yield
+        finally:
+            self._model.hooks.adjust.remove(adjust)
+
+    def adjust(self, site: str, visit: Visit | None, y: Tensor, x: Tensor) -> Tensor:
+        """y (N, out) and what the site's adapter makes of x (N, in); N = L * C, lane by lane."""
+        place = (site, None if visit is None else visit.slot)
+        if place not in self._layout.outs:
+            return y
+        self._prepare(_product_dtype(x))
+        adjusted: Tensor = _Product.apply(y, x, self._anchor, self._pairs[place])
+        return adjusted
+
+    def _prepare(self, dtype: torch.dtype) -> None:
+        """Have the buffers of products in `dtype`."""
+        if self._work is not None and self._work.dtype == dtype:
+            return
+        # The weights themselves where they have that precision.
+        self._work = self._weights.to(dtype)
+        self._grads = torch.zeros_like(self._work)
+        weights, grads = self._layout.cut(self._work), self._layout.cut(self._grads)
+        scale = self.settings.alpha / self.settings.rank
+        self._pairs = {p: _Pair(*weights[p], *grads[p], scale) for p in weights}
+
+    @torch.no_grad()
+    def update(self, active: Tensor) -> None:
+        """One step of AdamW from the last backward pass in the rows where `active` (L,) is true.
+
+        The others are left as they are, or with `decay_all` decay.
+        """
+        assert self._work is not None, "a backward pass comes first"
+        own, on = self.settings, active.float()
+        self._steps.add_(on)
+        # -expm1: 1 - beta2 ** steps without losing digits; 1 in lanes that rest.
+        fresh = 1 - on - on * torch.expm1(self._steps * math.log(own.beta2))
+        decaying = torch.ones_like(on) if own.decay_all else on
+        factors = ((1 - own.beta2) * on, fresh, 1 - own.lr * own.decay * decaying, own.lr * on)
+        columns = tuple(factor[:, None] for factor in factors)
+        work = None if self._work is self._weights else self._work
+        self._descend((self._weights, self._moments, work), self._grads, columns, own.eps)
+
+    @torch.no_grad()
+    def reset(self, rows: Sequence[int], documents: Sequence[int]) -> None:
+        """Begin these documents, by number: B and the optimiser start anew, A unless it is warm."""
+        for row, document in zip(rows, documents, strict=True):
+            self._moments[row].zero_()
+            self._steps[row].zero_()
+            self._weights[row, self._layout.num_a :].zero_()
+            if not self.settings.warm:
+                self._draw(row, document)
+            if self._work is not None and self._work is not self._weights:
+                self._work[row].copy_(self._weights[row])
+
+    def _draw(self, row: int, number: int) -> None:
+        """A of one row from seed and number alone, so that ranks may share lanes as they like."""
+        seeds = np.random.SeedSequence((self.settings.seed, number))
+        generator = torch.Generator(self._weights.device)
+        generator.manual_seed(int(seeds.generate_state(1, np.uint64)[0]))
+        bound = self._layout.width**-0.5
+        self._weights[row, : self._layout.num_a].uniform_(-bound, bound, generator=generator)
+
+    def _select(self, rows: Tensor) -> Lora:
+        other = copy.copy(self)
+        other.keep(rows)
+        return other
+
+    def keep(self, rows: Tensor) -> None:
+        """Drop all rows but these, by index, after an update."""
+        self.lanes = [self.lanes[row] for row in rows.tolist()]
+        self._weights = self._weights[rows]
+        self._moments = self._moments[rows]
+        self._steps = self._steps[rows]
+        self._work, self._grads, self._pairs = None, None, {}
+
+
+def _product_dtype(x: Tensor) -> torch.dtype:
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
+
+
+def _descend(
+    state: tuple[Tensor, Tensor, Tensor | None],
+    grads: Tensor,
+    factors: tuple[Tensor, Tensor, Tensor, Tensor],
+    eps: float,
+) -> None:
+    """AdamW with beta1 = 0 on all columns (L, P), with factors (L, 1) for each lane.
+
+    v += share (g^2 - v); p = keep p - rate g / (sqrt(v / fresh) + eps), and a copy of p for
+    products where they have less precision.
+    """
+    weights, moments, work = state
+    share, fresh, keep, rate = factors
+    g = grads.float()
+    moments.lerp_(g.square(), share)
+    step = g / (moments / fresh).sqrt().add_(eps)
+    weights.mul_(keep).sub_(step.mul_(rate))
+    if work is not None:
+        work.copy_(weights)

@@ -1,0 +1,206 @@
+"""SGD with momentum on tokens that were priced: gradients, steps, and passes over whole documents.
+
+Score-first SGD is that of PR 461, PR 549 and PR 1413; the pass over documents is the global phase
+of PR 1610 and PR 2014.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from underpar.data.loader import Batch, segments_from_starts
+from underpar.model.gpt import GPT
+from underpar.model.past import PackedPast
+from underpar.recipe import require
+from underpar.runtime import Runtime
+from underpar.seams import BOS_ID
+from underpar.train.dist import sum_over_ranks
+
+# Rows of logits made at a time: a long document's all at once would not fit.
+ROWS = 8192
+
+MOST_EPOCHS = 100
+
+
+@dataclass(frozen=True)
+class Descent:
+    """SGD at the rate `lr` with `momentum`, `epochs` steps a chunk; `clip` bounds the norm (0: no).
+
+    With `horizon_chunks` the rate falls as a cosine to 0 at the last of so many chunks.
+    """
+
+    lr: float = 0.005
+    momentum: float = 0.9
+    clip: float = 1.0
+    epochs: int = 1
+    horizon_chunks: int = 0
+
+    def check(self, lever: str) -> None:
+        """Refuse settings that cannot be meant, naming the lever that has them."""
+        for key in ("lr", "clip", "horizon_chunks"):
+            value = getattr(self, key)
+            require(value >= 0, f"levers.{lever}.{key} = {value}: expected 0 or more")
+        share = self.momentum
+        require(0 <= share < 1, f"levers.{lever}.momentum = {share}: expected 0 up to 1")
+        few = 1 <= self.epochs <= MOST_EPOCHS
+        require(few, f"levers.{lever}.epochs = {self.epochs}: expected 1 to {MOST_EPOCHS}")
+
+    def scale(self, chunk: int) -> float:
+        """What rates are multiplied by after a chunk, counted from 0."""
+        last = self.horizon_chunks - 1
+        if last < 0:
+            return 1.0
+        return (1.0 + math.cos(math.pi * chunk / last)) / 2.0 if chunk < last else 0.0
+
+
+class SGD:
+    """An adapter: SGD on the tensors that `patterns` name; it remembers velocities and steps."""
+
+    def __init__(self, descent: Descent, patterns: Sequence[str]) -> None:
+        self.descent = descent
+        self.patterns = tuple(patterns)
+        self._rates: list[float] = []
+        self._velocity: list[Tensor] = []
+        self._num_updates = 0
+
+    @property
+    def epochs(self) -> int:
+        """Steps on each chunk."""
+        return self.descent.epochs
+
+    def rate(self, name: str) -> float:
+        """The rate of one tensor, before the schedule."""
+        return self.descent.lr
+
+    def attach(self, model: Any) -> None:
+        """Nothing: the tensors are the model's own."""
+
+    def parameters(self, named: Mapping[str, Tensor]) -> list[Tensor]:
+        """The tensors of the model that `patterns` name."""
+        chosen = [n for n in named if any(fnmatch.fnmatchcase(n, p) for p in self.patterns)]
+        require(
+            bool(chosen),
+            f"an adapter's patterns {', '.join(self.patterns)} name no weight that others have not "
+            "taken; change them or drop the lever",
+        )
+        self._rates = [self.rate(name) for name in chosen]
+        return [named[name] for name in chosen]
+
+    @torch.no_grad()
+    def update(self, parameters: list[Tensor]) -> None:
+        """One step from the gradients on `parameters`; a tensor without one stays."""
+        if not self._velocity:
+            self._velocity = [torch.zeros_like(p) for p in parameters]
+        if self.descent.clip:
+            torch.nn.utils.clip_grad_norm_(parameters, self.descent.clip)
+        scale = self.descent.scale(self._num_updates // self.epochs)
+        for parameter, velocity, lr in zip(parameters, self._velocity, self._rates, strict=True):
+            if parameter.grad is not None:
+                velocity.mul_(self.descent.momentum).add_(parameter.grad)
+                parameter.sub_(velocity, alpha=lr * scale)
+        self._num_updates += 1
+
+    def state(self) -> dict[str, Tensor]:
+        """Velocities and the number of steps; the weights are the model's."""
+        velocity = {f"velocity/{i}": v for i, v in enumerate(self._velocity)}
+        return {"num_updates": torch.tensor(self._num_updates), **velocity}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Put a state back."""
+        self._num_updates = int(state["num_updates"])
+        self._velocity = [state[f"velocity/{i}"].clone() for i in range(len(state) - 1)]
+
+
+def products(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[None]:
+    """Inside, matrix products run in `dtype`; fp32 leaves everything as it is."""
+    return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype=dtype)
+
+
+@contextmanager
+def gradients_on(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, `parameters` gather gradients, from none; behind it, they are as before."""
+    before = [(parameter.requires_grad, parameter.grad) for parameter in parameters]
+    try:
+        for parameter in parameters:
+            parameter.requires_grad_(True).grad = None
+        with torch.enable_grad():
+            yield
+    finally:
+        for parameter, (asked, grad) in zip(parameters, before, strict=True):
+            parameter.requires_grad_(asked).grad = grad
+
+
+def backward(model: GPT, batch: Batch, num_targets: int, dtype: torch.dtype) -> None:
+    """Add the gradients of the batch's nats, divided by `num_targets`."""
+    device = batch.inputs.device
+    with products(device, dtype):
+        hidden = model.hidden(batch.inputs, PackedPast(batch.segments))
+    # The head goes slice by slice up to a copy of its input, then the rest in one pass.
+    leaf = hidden.detach().requires_grad_(True)
+    for x, t in zip(leaf.split(ROWS), batch.targets.split(ROWS), strict=True):
+        with products(device, dtype):
+            logits = model.head(x)
+        loss = F.cross_entropy(logits.float(), t, reduction="sum")
+        (loss / num_targets).backward()
+    if hidden.requires_grad:
+        hidden.backward(leaf.grad)
+
+
+def train_on_stream(
+    model: GPT,
+    stream: npt.NDArray[Any],
+    chunk_tokens: int,
+    context: int,
+    descent: Descent,
+    runtime: Runtime,
+) -> int:
+    """One step on every chunk of a stream of tokens but the last; returns the number of steps.
+
+    The rate falls as a cosine over the chunks. All weights learn from a chunk's mean over its whole
+    rows of `context`, whatever the number of ranks that share them.
+    """
+    num_chunks = -(-(len(stream) - 1) // chunk_tokens)
+    sgd = SGD(replace(descent, horizon_chunks=num_chunks), ("*",))
+    parameters = sgd.parameters(dict(model.named_parameters()))
+    row_tokens = min(context, chunk_tokens)
+    num_targets = chunk_tokens // row_tokens * row_tokens
+    # Zeros, so that a rank without a row sends as much as the others.
+    grads = [torch.zeros_like(parameter) for parameter in parameters]
+    with gradients_on(parameters):
+        for parameter, grad in zip(parameters, grads, strict=True):
+            parameter.grad = grad
+        for begin in range(0, (num_chunks - 1) * chunk_tokens, chunk_tokens):
+            torch._foreach_zero_(grads)
+            span = stream[begin : begin + num_targets + 1]
+            batch = _own_rows(span, row_tokens, runtime)
+            if batch is not None:
+                backward(model, batch.to(runtime.device), num_targets, runtime.dtype)
+            sum_over_ranks(grads, runtime)
+            sgd.update(parameters)
+    return max(0, num_chunks - 1)
+
+
+def _own_rows(span: npt.NDArray[Any], row_tokens: int, runtime: Runtime) -> Batch | None:
+    """This rank's rows of a span, cut where documents begin; None where it has none."""
+    num_rows = len(span) // row_tokens
+    # Consecutive rows: what looks one token back finds the token that was there.
+    first, end = (num_rows * r // runtime.world for r in (runtime.rank, runtime.rank + 1))
+    if first == end:
+        return None
+    tokens = span[first * row_tokens : end * row_tokens + 1].astype(np.int64)
+    inputs, targets = tokens[:-1], tokens[1:]
+    starts = inputs == BOS_ID
+    starts[::row_tokens] = True
+    segments = segments_from_starts(starts, len(inputs), row_tokens)
+    return Batch(torch.from_numpy(inputs), torch.from_numpy(targets), segments)

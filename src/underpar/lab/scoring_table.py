@@ -1,0 +1,214 @@
+"""What each way to score gains and costs: one artifact, one text, one machine, a table.
+
+    plain, sliding windows of several strides, per-document adapters in the published order and in
+    the decodable one, then with the global phase, the n-gram tilt, and strengths that are learnt
+
+Every row is `underpar score` with the options it names, run in one process after a warm-up, with
+the verdict of the audit's probes for its order: whether tokens or lengths to come change a price.
+Seconds are those of pricing and learning, without loading. OUT gets scoring.json, with every row as
+soon as it is measured, and scoring.md; a stopped run continues.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from underpar.artifact.unpack import Artifact
+from underpar.audit import order
+from underpar.audit.rules import PROBE_DOCUMENTS, PROBE_TOKENS
+from underpar.build import read_artifact
+from underpar.console import progress_bar
+from underpar.data.folder import load_data
+from underpar.data.shards import Shard
+from underpar.errors import UnderparError
+from underpar.lab.quant_curves import first_documents
+from underpar.run import RunFolder, write_atomic, write_json
+from underpar.runtime import Clock, Runtime, open_runtime
+from underpar.score.ledger import Score
+from underpar.score.method import PUBLISHED, Method
+from underpar.scoring import Way, open_method, run_method
+
+# Phases that are not pricing: reading files, compiling.
+APART = ("load", "warm-up")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A way to score and the settings of its levers."""
+
+    title: str
+    method: Method
+    changes: tuple[str, ...] = ()
+
+
+# Groups of 24 documents, every chunk's window read again, ended documents decaying (PR 2014).
+AS_PUBLISHED = (
+    "levers.lora_ttt.lanes=24",
+    "levers.lora_ttt.keys=fresh",
+    "levers.lora_ttt.decay_all=true",
+)
+LORA = ("lora_ttt",)
+GLOBAL = (*LORA, "phased_sgd")
+HEDGE = ("levers.tilt.strength=hedge",)
+
+ROWS = (
+    Row("plain", Method()),
+    Row("sliding, stride 64", Method(stride=64)),
+    Row("sliding, stride 512", Method(stride=512)),
+    Row("sliding, stride 1024", Method(stride=1024)),
+    Row("sliding, stride 1536", Method(stride=1536)),
+    Row("LoRA, published order", Method(LORA, order=PUBLISHED), AS_PUBLISHED),
+    Row("LoRA, published order + global", Method(GLOBAL, order=PUBLISHED), AS_PUBLISHED),
+    Row("LoRA, stream, fresh keys", Method(LORA, name="lora_ttt-fresh"), AS_PUBLISHED),
+    Row("LoRA, stream", Method(LORA), ("levers.lora_ttt.lanes=256",)),
+    Row("+ global", Method(GLOBAL), ("levers.lora_ttt.lanes=256",)),
+    Row("+ tilt", Method((*GLOBAL, "tilt")), ("levers.lora_ttt.lanes=256",)),
+    Row("+ hedge", Method((*GLOBAL, "tilt"), name="hedge"), ("levers.lora_ttt.lanes=256", *HEDGE)),
+    Row(
+        "+ match and counts",
+        Method((*GLOBAL, "tilt", "match", "counts"), name="experts"),
+        ("levers.lora_ttt.lanes=256", *HEDGE),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is scored, on what, which rows, and where results go."""
+
+    artifact: Path
+    data: Path
+    out: Path
+    rows: tuple[int, ...] = ()
+    num_documents: int = 0
+    device: str = "auto"
+
+
+def measure(request: Request) -> dict[str, Any]:
+    """Measure the rows that OUT lacks; returns all that OUT/scoring.json then holds."""
+    artifact, identity = read_artifact(request.artifact)
+    shard = first_documents(load_data(request.data).val, request.num_documents)
+    runtime = open_runtime(request.device)
+    path = request.out / "scoring.json"
+    record: dict[str, Any] = {
+        "artifact_sha256": identity,
+        "documents": shard.num_documents,
+        "rows": [],
+    }
+    if path.exists():
+        record = RunFolder(request.out).read_json(path)
+        if record["artifact_sha256"] != identity:
+            raise UnderparError(f"{path} is of another artifact; choose another --out")
+    there = {row["title"] for row in record["rows"]}
+    chosen = [ROWS[i] for i in request.rows] if request.rows else list(ROWS)
+    with progress_bar("scoring", len(chosen)) as bar:
+        for done, row in enumerate(chosen):
+            bar.update(done, row.title)
+            if row.title not in there:
+                record["rows"].append(measure_row(row, artifact, shard, runtime))
+                write_json(path, record)
+    return record
+
+
+def measure_row(row: Row, artifact: Artifact, shard: Shard, runtime: Runtime) -> dict[str, Any]:
+    """Score once, and probe the order."""
+    method, recipe = open_method(artifact.recipe, row.method, row.changes)
+    own = replace(artifact, recipe=recipe)
+    score = run_method(own, shard, Way(method, runtime, Clock("load")))
+    seconds = sum(value for phase, value in score.seconds.items() if phase not in APART)
+    return {
+        "title": row.title,
+        "method": asdict(row.method),
+        "changes": list(row.changes),
+        "bpb": score.bpb,
+        "seconds": seconds,
+        "tokens_per_second": score.num_targets / seconds,
+        "phases": score.seconds,
+        "order": score.order,
+        **probe(score, own, shard, Way(method, runtime)),
+    }
+
+
+def probe(score: Score, artifact: Artifact, shard: Shard, way: Way) -> dict[str, Any]:
+    """Prices that depend on what comes later, and events out of order."""
+    if not score.how["levers"]:
+        return {"later_tokens": 0, "later_lengths": 0, "wrong_events": 0}
+
+    def trace(short: Shard) -> list[order.Commit]:
+        commits: list[order.Commit] = []
+        run_method(artifact, short, replace(way, on_commit=lambda *c: commits.append(c)))
+        return commits
+
+    short = order.short_stream(shard, PROBE_DOCUMENTS, PROBE_TOKENS)
+    totals = [entry.num_targets for entry in score.entries]
+    vocab_size = artifact.recipe.model.vocab_size
+    return {
+        "later_tokens": order.later_tokens_matter(trace, short, vocab_size),
+        "later_lengths": order.later_lengths_matter(trace, short),
+        "wrong_events": order.wrong_events(score, totals),
+    }
+
+
+def verdict(row: Mapping[str, Any]) -> str:
+    """In a word or two."""
+    if row["later_tokens"] or row["wrong_events"]:
+        return "fails: sees tokens"
+    return "fails: knows lengths" if row["later_lengths"] else "passes"
+
+
+def to_markdown(record: Mapping[str, Any]) -> str:
+    """The rows as a table; gains are over the first."""
+    lines = [
+        "| method | BPB | gain, mBPB | seconds | tokens/s | order | audit |",
+        "|---|---:|---:|---:|---:|---|---|",
+    ]
+    for row in record["rows"]:
+        gain = 1000 * (record["rows"][0]["bpb"] - row["bpb"])
+        lines.append(
+            f"| {row['title']} | {row['bpb']:.5f} | {gain:.2f} | {row['seconds']:.1f} | "
+            f"{row['tokens_per_second']:,.0f} | {row['order']} | {verdict(row)} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def read_request(words: Sequence[str] | None = None) -> Request:
+    """The command line, or `words`, as a request."""
+    parser = argparse.ArgumentParser(
+        prog="python -m underpar.lab.scoring_table",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("artifact", type=Path, help="a model.upar")
+    parser.add_argument("--data", type=Path, required=True, help="a data folder")
+    parser.add_argument("--out", type=Path, required=True, help="a folder for the results")
+    listed = ", ".join(f"{i} {row.title}" for i, row in enumerate(ROWS))
+    parser.add_argument("--rows", type=int, nargs="*", default=[], help=f"default: all of {listed}")
+    documents = "held-out documents that are scored, the first ones; 0: all of them"
+    parser.add_argument("--documents", type=int, default=0, help=documents)
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
+    found = parser.parse_args(words)
+    rows = tuple(found.rows)
+    return Request(found.artifact, found.data, found.out, rows, found.documents, found.device)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Measure, write and print; returns the exit code."""
+    try:
+        request = read_request(words)
+        request.out.mkdir(parents=True, exist_ok=True)
+        table = to_markdown(measure(request))
+        write_atomic(request.out / "scoring.md", table)
+        print(table)
+    except (UnderparError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

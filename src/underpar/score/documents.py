@@ -1,0 +1,243 @@
+"""Score-first test-time training: documents side by side, each with adapters of its own.
+
+In every step each lane prices the next chunk of its document, the prices are committed, and only
+then do the lane's adapters learn from the chunk (PR 1530, PR 2014). In the order `stream` a free
+lane takes the next document of the file and a chunk's size follows from its place in the document:
+a decoder, who knows what was priced before, can do the same. The order `published` sorts documents
+by length, which nobody knows before the end of a document; it is there to repeat published figures.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from underpar.data.shards import Shard
+from underpar.infer.experts import Proposals
+from underpar.infer.lora import Lora, LoraSettings
+from underpar.infer.predictor import Predictor
+from underpar.infer.tilt import Mixture, join
+from underpar.runtime import Clock, Runtime
+from underpar.score.ledger import Score
+from underpar.score.method import PUBLISHED, STOP_BITS, Method
+from underpar.score.reading import FreshLanes, KeptLanes, Reading
+from underpar.score.schedule import (
+    Chunks,
+    Turn,
+    fresh_window,
+    published_schedule,
+    published_window,
+    stream_schedule,
+)
+from underpar.score.tally import OnCommit, Tally
+from underpar.score.team import Team
+from underpar.seams import Phases
+from underpar.train.dist import from_main, gather_objects
+
+# (share of the targets done, bits per byte so far)
+OnStep = Callable[[float, float], None]
+
+
+class LaneSettings(LoraSettings, Protocol):
+    """How documents are read; the lever `lora_ttt` settles it."""
+
+    @property
+    def lanes(self) -> int:
+        """Documents side by side."""
+
+    @property
+    def chunk(self) -> int:
+        """Targets between two updates of a document."""
+
+    @property
+    def short(self) -> tuple[str, ...]:
+        """Smaller chunks up to a limit."""
+
+    @property
+    def keys(self) -> str:
+        """Whether keys are "kept" from chunk to chunk, or "fresh"."""
+
+
+@dataclass
+class DocumentScorer:
+    """Owns the loop, so that no adapter sees a token before it is priced."""
+
+    predictor: Predictor
+    shard: Shard
+    runtime: Runtime
+    clock: Clock
+    mixture: Mixture
+    phases: Phases | None = None
+    on_commit: OnCommit | None = None
+
+    def run(self, method: Method, lora: LaneSettings, on_step: OnStep | None = None) -> Score:
+        """The score of the whole shard."""
+        self.lora = lora
+        self._tally = Tally(self.shard, self.on_commit)
+        self._deadline = time.monotonic() + method.seconds if method.seconds else float("inf")
+        self._stopped_at = -1
+        self._num_steps = 0
+        self._on_step = on_step
+        self._finished: list[int] = []
+        phases = self.phases.boundaries(self.shard.num_documents) if self.phases else ()
+        self._boundaries = list(phases)
+        self._ahead: Proposals | None = None
+        self._chunks = Chunks(self.lora.chunk, self.lora.short)
+        num_lanes = min(self.lora.lanes, self.shard.num_documents)
+        self.mixture.open(num_lanes, int(self._tally.expected.sum()))
+        if method.order == PUBLISHED:
+            self._run_published(num_lanes)
+        else:
+            self._run_stream(num_lanes)
+        return Score(
+            method.label,
+            self._tally.entries(),
+            self.clock.read(),
+            self._tally.events,
+            order=method.order,
+            stopped_at=self._stopped_at,
+            side_bits=STOP_BITS if self._stopped_at >= 0 else 0.0,
+            how=method.as_dict(),
+        )
+
+    def _run_stream(self, num_lanes: int) -> None:
+        team = self._make_team(num_lanes, self._stream_reading(num_lanes))
+        for turns in stream_schedule(self._tally.expected.tolist(), num_lanes, self._chunks):
+            self._step(team, turns)
+            if self._boundaries and len(self._finished) >= self._boundaries[0]:
+                self._train(sorted(self._finished))
+
+    def _run_published(self, num_lanes: int) -> None:
+        # Experts followed the file in the records, whatever the order of documents (PR 2135).
+        with self.clock.phase("hints" if self.mixture.experts else "score"):
+            self._ahead = self.mixture.propose(0, np.asarray(self.shard.tokens[1:]))
+        totals = self._tally.expected.tolist()
+        lengths = [total + 1 for total in totals]
+        groups = list(published_schedule(totals, lengths, num_lanes, self._chunks))
+        # The order in which trained documents are put together: by length.
+        place = {d: i for i, d in enumerate(sorted(range(len(lengths)), key=lengths.__getitem__))}
+        team: Team | None = None
+        size = 0
+        for group in groups:
+            if team is None or len(group.documents) != size:
+                size = len(group.documents)
+                team = self._make_team(size, self._published_reading(group.chunk))
+            team.reading = self._published_reading(group.chunk)
+            for turns in group.steps:
+                self._step(team, turns)
+            if self._boundaries and len(self._finished) >= self._boundaries[0]:
+                # Cut to the boundary: the longest are left out (PR 2014).
+                done = sorted(self._finished, key=place.__getitem__)[: self._boundaries[0]]
+                self._train(done)
+                team = None
+
+    def _make_team(self, num_lanes: int, reading: Reading) -> Team:
+        """This rank's share of the lanes, with new adapters."""
+        lanes = self._own_lanes(num_lanes)
+        lora = Lora(self.predictor.model, self.lora, lanes, self.predictor.device)
+        return Team(self.predictor, reading, lora)
+
+    def _own_lanes(self, num_lanes: int) -> range:
+        return range(self.runtime.rank, num_lanes, self.runtime.world)
+
+    def _stream_reading(self, num_lanes: int) -> Reading:
+        spec, device, chunks = self.predictor.model.spec, self.predictor.device, self._chunks
+        if self.lora.keys == "kept":
+            num_own = len(self._own_lanes(num_lanes))
+            return KeptLanes(spec, self._text_of, chunks.by_position, num_own, device)
+
+        def window_of(turn: Turn) -> tuple[int, int, int]:
+            chunk = chunks.by_position(turn.first)
+            return fresh_window(turn.first, turn.count, chunk, spec.context)
+
+        return FreshLanes(spec, self._text_of, window_of, device)
+
+    def _published_reading(self, chunk: int) -> FreshLanes:
+        spec = self.predictor.model.spec
+
+        def window_of(turn: Turn) -> tuple[int, int, int]:
+            return published_window(turn.first, turn.count, chunk, spec.context)
+
+        return FreshLanes(spec, self._text_of, window_of, self.predictor.device)
+
+    def _text_of(self, document: int) -> np.ndarray:
+        # The BOS behind it is the next one's; the last document has none and no target there.
+        begin = int(self.shard.starts[document])
+        return self.shard.tokens[begin : begin + int(self._tally.expected[document]) + 1]
+
+    def _targets(self, turn: Turn) -> np.ndarray:
+        return self._text_of(turn.document)[turn.first + 1 : turn.first + turn.count + 1]
+
+    def _propose(self, turn: Turn) -> Proposals:
+        if self._ahead is None:
+            return self.mixture.propose(turn.lane, self._targets(turn))
+        begin = int(self.shard.starts[turn.document]) + turn.first
+        own = slice(begin, begin + turn.count)
+        return Proposals(self._ahead.hints[own], self._ahead.confidence[own])
+
+    def _step(self, team: Team, turns: Sequence[Turn]) -> None:
+        """Predict, commit, then adapt: the same on every rank, but for the lanes it reads."""
+        step, self._num_steps = self._num_steps, self._num_steps + 1
+        adapted = not self._is_late(step)
+        with self.clock.phase("hints" if self.mixture.experts else "score"):
+            proposals = {turn.lane: self._propose(turn) for turn in turns}
+        with self.clock.phase("score"):
+            team.shrink(team.own(turns))
+            own = team.own(turns)
+            priced: dict[int, np.ndarray] = {}
+            if own:
+                team.begin(own)
+                hints = {lane: found.hints for lane, found in proposals.items()}
+                priced = team.price(own, hints, adapted)
+            for share in gather_objects(priced, self.runtime):
+                assert isinstance(share, dict)
+                priced |= share
+            self._commit(turns, [proposals[t.lane] for t in turns], [priced[t.lane] for t in turns])
+            self._tally.note("price", step, sum(turn.count for turn in turns))
+        learning = sum(turn.count for turn in turns if not turn.is_last)
+        if adapted and learning:
+            with self.clock.phase("adapt"):
+                team.learn(own)
+                # A device works on behind the call; its time belongs here.
+                self.runtime.synchronize()
+            self._tally.note("adapt", step, learning)
+        if self._on_step:
+            self._on_step(self._tally.share, self._tally.bpb)
+
+    def _commit(
+        self, turns: Sequence[Turn], proposals: Sequence[Proposals], priced: Sequence[np.ndarray]
+    ) -> None:
+        """Mix, and enter the prices, in the order of the lanes; only then do mixers learn."""
+        targets = np.concatenate([self._targets(turn) for turn in turns])
+        log_p = self.mixture.price(join(proposals), targets, np.concatenate(priced))
+        ends = np.cumsum([turn.count for turn in turns])
+        for turn, own in zip(turns, np.split(log_p, ends[:-1]), strict=True):
+            self._tally.commit(turn.document, turn.first, -own)
+        self.mixture.settle()
+        self._finished += [turn.document for turn in turns if turn.is_last]
+
+    def _is_late(self, step: int) -> bool:
+        """True from the step on at which time is up: the main rank's clock decides."""
+        is_over = time.monotonic() > self._deadline
+        if self._stopped_at < 0 and from_main(float(is_over), self.runtime):
+            self._stopped_at = step
+            self._tally.note("stop", step, len(self._finished))
+        return self._stopped_at >= 0
+
+    def _train(self, documents: Sequence[int]) -> None:
+        """Train the whole model on documents that are priced (PR 1610, PR 2014)."""
+        assert self.phases is not None
+        self._boundaries = self._boundaries[1:]
+        if self._stopped_at >= 0:
+            return
+        assert all(map(self._tally.is_finished, documents)), "a document was not priced yet"
+        model = self.predictor.model
+        with self.clock.phase("train"):
+            texts = [self.shard.doc(document) for document in documents]
+            self.phases.train(model, texts, model.spec.context, self.runtime)
+            self.runtime.synchronize()
+        self._tally.note("train", self._num_steps, len(documents))

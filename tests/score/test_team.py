@@ -1,0 +1,248 @@
+"""Lanes: they learn as the published loop does by the book, apart, and on any number of ranks."""
+
+import copy
+import math
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lane_runs import ALONE, CONTEXT, NUM_TARGETS, SETTINGS, SHARD, SORTED, STREAM, Run, make_shard
+from lever_stacks import CPU
+from underpar.data.loader import segments_from_starts
+from underpar.data.shards import Shard
+from underpar.infer.lora import Lora, Place
+from underpar.levers import phased_sgd
+from underpar.levers.lora_ttt import Settings
+from underpar.model.past import PackedPast
+from underpar.runtime import Runtime
+from underpar.score import documents
+from underpar.score.method import Method
+from underpar.score.schedule import Turn
+from underpar.score.team import Team
+from underpar.seams import Visit
+
+# Shapes of another number of lanes round otherwise; nats a target, of which it has about four.
+TOLERANCE = 1e-4
+
+
+def price_alike(one: Run, other: Run) -> bool:
+    pairs = [(one.nats(document), other.nats(document)) for document in range(len(one.bits))]
+    return all(np.allclose(a, b, rtol=0, atol=TOLERANCE) for a, b in pairs)
+
+
+def test_a_document_learns_once_between_two_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    learn, steps, moved = Team.learn, dict.fromkeys(range(len(NUM_TARGETS)), 0), list[bool]()
+
+    def watch(team: Team, turns: Sequence[Turn]) -> None:
+        before = team._lora._weights.clone()
+        learn(team, turns)
+        learning = [turn.lane for turn in turns if not turn.is_last]
+        for turn in turns:
+            steps[turn.document] = int(team._lora._steps[turn.lane])
+        assert all((team._lora._weights[lane] != before[lane]).any() for lane in learning)
+        others = set(range(len(team.lanes))) - set(learning)
+        moved.extend(not torch.equal(team._lora._weights[i], before[i]) for i in others)
+
+    monkeypatch.setattr(Team, "learn", watch)
+    Run(settings=replace(SETTINGS, short=("8:2",))).go()
+    # Chunks of 2 up to 8 targets, then of 4.
+    num_chunks = [math.ceil(min(n, 8) / 2) + math.ceil(max(0, n - 8) / 4) for n in NUM_TARGETS]
+    assert list(steps.values()) == [max(0, num - 1) for num in num_chunks]
+    # Lanes whose document has ended, in steps in which others learn.
+    assert moved and not any(moved)
+
+
+@pytest.mark.parametrize("num_lanes", [1, 2, 50])
+def test_the_number_of_lanes_does_not_matter(num_lanes: int) -> None:
+    some = Run(settings=replace(SETTINGS, lanes=num_lanes)).go()
+    assert price_alike(some, Run().go())
+
+
+def test_a_warm_lane_remembers_the_document_before() -> None:
+    one, two = (Run(settings=replace(SETTINGS, warm=True, lanes=n)).go() for n in (1, 2))
+    assert not price_alike(one, two)
+
+
+def test_dropping_lanes_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    price, sizes = Team.price, list[int]()
+
+    def watch(team: Team, turns: Sequence[Turn], *rest: Any) -> dict[int, np.ndarray]:
+        sizes.append(len(team.lanes))
+        return price(team, turns, *rest)
+
+    monkeypatch.setattr(Team, "price", watch)
+    settings = replace(SETTINGS, lanes=6, warm=True)
+    shrinking = Run(settings=settings).go()
+    assert (sizes[0], sizes[-1]) == (6, 1)
+    monkeypatch.setattr(Team, "shrink", lambda team, turns: None)
+    assert price_alike(shrinking, Run(settings=settings).go())
+    assert sizes[-1] == 6
+
+
+class ByTheBook:
+    """The published loop for one document at a time: adapters are leaves, AdamW is written out."""
+
+    def __init__(self, run: Run) -> None:
+        self.own, self.model = run.settings, run.predictor.model
+        self.a: dict[Place, Tensor] = {}
+        self.b: dict[Place, Tensor] = {}
+
+    def prices(self) -> dict[int, np.ndarray]:
+        """Document -> nats; groups of documents of like length, the longest first."""
+        ascending = sorted(range(len(NUM_TARGETS)), key=NUM_TARGETS.__getitem__)
+        size = self.own.lanes
+        groups = [ascending[i : i + size] for i in range(0, len(ascending), size)]
+        nats: dict[int, np.ndarray] = {}
+        slots: list[dict[Place, Tensor]] = []
+        for group in reversed(groups):
+            longest = NUM_TARGETS[group[-1]]
+            # The number of tokens, both BOS counted, decides.
+            chunk = 2 if longest + 1 <= 6 else self.own.chunk
+            if len(slots) != len(group):
+                slots = [self._first_a(slot) for slot in range(len(group))]
+            for slot, document in enumerate(group):
+                if not self.own.warm:
+                    slots[slot] = self._first_a(document)
+                self.a = slots[slot]
+                nats[document], num_steps = self._read(document, chunk)
+                if self.own.decay_all:
+                    num_left = math.ceil(longest / chunk) - 1 - num_steps
+                    for a in self.a.values():
+                        a.data *= (1 - self.own.lr * self.own.decay) ** num_left
+        return nats
+
+    def _first_a(self, number: int) -> dict[Place, Tensor]:
+        lora = Lora(self.model, self.own, [number], CPU)
+        pairs = lora._layout.cut(lora._weights)
+        self.b = {place: b[0] for place, (_, b) in pairs.items()}
+        return {place: a[0].clone().requires_grad_() for place, (a, _) in pairs.items()}
+
+    def _read(self, document: int, chunk: int) -> tuple[np.ndarray, int]:
+        text = np.append(SHARD.doc(document), 1).astype(np.int64)
+        self.b = {place: torch.zeros_like(b, requires_grad=True) for place, b in self.b.items()}
+        leaves = [*self.a.values(), *self.b.values()]
+        moments = [torch.zeros_like(leaf) for leaf in leaves]
+        nats, num_steps, num_targets = [np.zeros(0)], 0, NUM_TARGETS[document]
+        for first in range(0, num_targets, chunk):
+            end = min(first + chunk, num_targets)
+            start = max(0, end - CONTEXT)
+            losses = self._losses(text[start : end + 1])[first - start :]
+            nats.append(losses.detach().numpy())
+            if end < num_targets:
+                num_steps += 1
+                self._step(leaves, torch.autograd.grad(losses.mean(), leaves), moments, num_steps)
+        return np.concatenate(nats), num_steps
+
+    def _losses(self, text: np.ndarray) -> Tensor:
+        past = PackedPast(segments_from_starts(np.array([0]), len(text) - 1, CONTEXT))
+        self.model.hooks.adjust.append(self._adjust)
+        logits = self.model(torch.from_numpy(text[:-1]), past)
+        self.model.hooks.adjust.clear()
+        return F.cross_entropy(logits, torch.from_numpy(text[1:]), reduction="none")
+
+    def _adjust(self, site: str, visit: Visit | None, y: Tensor, x: Tensor) -> Tensor:
+        place = (site, None if visit is None else visit.slot)
+        return y + self.own.alpha / self.own.rank * (x @ self.a[place].T) @ self.b[place].T
+
+    @torch.no_grad()
+    def _step(
+        self, leaves: list[Tensor], grads: Sequence[Tensor], moments: list[Tensor], k: int
+    ) -> None:
+        own = self.own
+        for p, g, v in zip(leaves, grads, moments, strict=True):
+            v.copy_(own.beta2 * v + (1 - own.beta2) * g**2)
+            p *= 1 - own.lr * own.decay
+            p -= own.lr * g / ((v / (1 - own.beta2**k)).sqrt() + own.eps)
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_the_published_order_is_that_of_the_book(warm: bool) -> None:
+    settings = replace(SETTINGS, warm=warm, decay_all=warm, short=("6:2",), decay=10.0)
+    run = Run(settings=settings, method=SORTED).go()
+    assert [document for document, first, _ in run.commits if first == 0] == [3, 6, 5, 4, 1, 0, 2]
+    wanted = ByTheBook(run).prices()
+    for document, nats in wanted.items():
+        np.testing.assert_allclose(run.nats(document), nats, rtol=0, atol=1e-3, strict=True)
+
+
+class Ranks:
+    """Two threads as ranks: what one sends, both get."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.barrier = threading.Barrier(2, timeout=60)
+        self.sent: list[Any] = [None, None]
+        monkeypatch.setattr(documents, "gather_objects", self.gather)
+        monkeypatch.setattr(documents, "from_main", lambda value, r: self.gather(value, r)[0])
+        monkeypatch.setattr("underpar.infer.sgd.sum_over_ranks", self.add)
+
+    def gather(self, value: Any, runtime: Runtime) -> list[Any]:
+        if runtime.world == 1:
+            return [value]
+        self.sent[runtime.rank] = copy.deepcopy(value)
+        self.barrier.wait()
+        values = list(self.sent)
+        self.barrier.wait()
+        return values
+
+    def add(self, tensors: list[Tensor], runtime: Runtime) -> None:
+        shares = self.gather([t.clone() for t in tensors], runtime)
+        for tensor, *parts in zip(tensors, *shares, strict=True):
+            tensor.copy_(torch.stack(parts).sum(0))
+
+    def go(self, make: Callable[[Runtime], Run]) -> list[Run]:
+        runs = [make(Runtime(CPU, rank, 2)) for rank in range(2)]
+        errors: list[Exception] = []
+
+        def work(run: Run) -> None:
+            try:
+                run.go()
+            except Exception as error:
+                errors.append(error)
+                self.barrier.abort()
+
+        threads = [threading.Thread(target=work, args=(run,)) for run in runs]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+        return runs
+
+
+DECAY_ALL = {"warm": True, "decay_all": True, "decay": 10.0}
+
+
+@pytest.mark.parametrize(
+    ("shard", "method", "changes"),
+    [
+        # A rank whose documents run out, one without a lane, and one whose lane has no target.
+        (SHARD, STREAM, {"lanes": 3, "warm": True}),
+        (SHARD, STREAM, {"lanes": 1}),
+        (make_shard([9, 1]), STREAM, {"lanes": 2, "keys": "fresh", **DECAY_ALL}),
+        # Lanes of one rank that are done, and decay while those of the other learn.
+        (SHARD, SORTED, {"lanes": 2, **DECAY_ALL}),
+    ],
+)
+def test_two_ranks_price_as_one(
+    shard: Shard, method: Method, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = Ranks(monkeypatch)
+
+    def make(runtime: Runtime) -> Run:
+        phases = phased_sgd.PhasedSGD(phased_sgd.Settings(prefix=0.5, lr=0.1, chunk_tokens=16))
+        settings: Settings = replace(SETTINGS, **changes)
+        return Run(shard, settings, method, phases=phases, runtime=runtime)
+
+    alone, pair = make(ALONE).go(), ranks.go(make)
+    for run in pair:
+        assert price_alike(run, alone)
+        assert run.score.events == alone.score.events
+    assert pair[0].predictor.state_hash() == pair[1].predictor.state_hash()
