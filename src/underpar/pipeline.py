@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import lzma
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -235,6 +235,7 @@ def audit_run(
     artifact, identity = read_artifact(folder.need(folder.artifact_file))
     data = load_data(data_path or Path(folder.read_json(folder.about_file)["data"]))
     require_same_tokenizer(artifact, data.tokenizer)
+    scores = _read_scores(folder, identity)
 
     def open_predictor(dtype: torch.dtype = torch.float32) -> Predictor:
         return build_predictor(artifact, runtime.device, dtype=dtype)
@@ -244,11 +245,11 @@ def audit_run(
         open_predictor=open_predictor,
         codec=Codec(open_predictor(), build_tokenizer(artifact), identity),
         artifact_file=folder.artifact_file,
-        code_bytes=len(bundle(artifact.recipe)),
+        code_bytes=len(bundle(counted_recipe(artifact.recipe, scores))),
         data=data,
         rescore=rescorer(artifact, runtime),
         open_mixture=lambda score: mixture_of(score, artifact.recipe),
-        scores=_read_scores(folder, identity),
+        scores=scores,
         runtime=runtime,
         spent_seconds=_spent_seconds(folder),
         code_tokens=code_tokens,
@@ -264,6 +265,14 @@ def audit_run(
         },
     )
     return overall, findings
+
+
+def counted_recipe(recipe: Recipe, scores: Mapping[str, Score]) -> Recipe:
+    """The recipe with every lever that its scores were made with: their code counts too."""
+    levers = dict(recipe.levers)
+    for score in scores.values():
+        levers |= method_of(score, recipe)[1].levers
+    return replace(recipe, levers=levers)
 
 
 def rescorer(artifact: Artifact, runtime: Runtime) -> Rescore:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from importlib import import_module
 from typing import Any
 
 from underpar.artifact.unpack import Artifact
@@ -13,7 +14,6 @@ from underpar.errors import RecipeError, RuleError
 from underpar.infer.tilt import Mixture
 from underpar.recipe import Recipe, Tree, from_tree, merge, nearest, parse_override, to_tree
 from underpar.runtime import Clock, Runtime
-from underpar.score.documents import DocumentScorer
 from underpar.score.ledger import Score
 from underpar.score.method import ADAPT, PUBLISHED, Method, method_from_dict
 from underpar.score.score import Scorer
@@ -86,9 +86,10 @@ def run_method(artifact: Artifact, shard: Shard, way: Way) -> Score:
     predictor = build_predictor(artifact, runtime.device, adapters, runtime.dtype)
     if lora := having(levers, "lora"):
         phases = next(iter(having(levers, "boundaries")), None)
-        engine = DocumentScorer(predictor, shard, runtime, way.clock, mixture, phases)
+        make = import_module(lora[0].engine).DocumentScorer
+        engine = make(predictor, shard, runtime, way.clock, mixture, phases)
         engine.on_commit = way.on_commit
-        score = engine.run(method, lora[0].lora, way.on_share)
+        score: Score = engine.run(method, lora[0].lora, way.on_share)
     else:
         scorer = Scorer(predictor, shard, runtime, way.clock, mixture, way.on_commit)
         score = scorer.run(artifact.recipe.score, bool(adapters), way.on_share, method)

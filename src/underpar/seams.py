@@ -113,7 +113,8 @@ class LeverModule(Protocol):
 
     # Optional: NEEDS, names of levers without which this one does nothing; NEUTRAL, the settings
     # that equal the stack without it, for a lever that has no parameters; TINY, a tuple of settings
-    # for the contract tests, where the defaults would not show in a small model or not be all.
+    # for the contract tests, where the defaults would not show in a small model or not be all;
+    # ENGINE, the module that scores with it, where that is not the usual one.
 
     def plug(self, settings: Any, spec: ModelSpec) -> Any:
         """The object whose methods are the hooks."""

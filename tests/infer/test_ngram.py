@@ -14,7 +14,7 @@ from underpar.errors import RecipeError
 from underpar.infer import ngram, scans
 from underpar.infer.experts import Proposals
 from underpar.infer.ngram import CountExpert, Gate, MatchExpert, table_bits
-from underpar.infer.tilt import Steady
+from underpar.infer.strengths import Steady
 from underpar.recipe import ModelSpec
 
 STRENGTH = Steady(1.0)

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from underpar.build import find_lever
 from underpar.infer.experts import Proposals
 from underpar.infer.ngram import CountExpert, Gate, MatchExpert
-from underpar.infer.tilt import Hedge, Mixture, Steady, join, make_strength, tilted
+from underpar.infer.strengths import Hedge, Steady, make_strength
+from underpar.infer.tilt import Mixture, join, tilted
 from underpar.recipe import ModelSpec
 
 VOCAB = 16

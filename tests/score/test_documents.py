@@ -27,7 +27,8 @@ from lane_runs import (
 from lever_stacks import randomized
 from underpar.infer.experts import Ints, Proposals
 from underpar.infer.ngram import CountExpert, Gate, MatchExpert
-from underpar.infer.tilt import Mixture, make_strength
+from underpar.infer.strengths import make_strength
+from underpar.infer.tilt import Mixture
 from underpar.levers import phased_sgd
 from underpar.model.gpt import GPT
 from underpar.recipe import ScorePart

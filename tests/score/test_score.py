@@ -24,6 +24,7 @@ from underpar.data.folder import load_data
 from underpar.data.loader import Batch, segments_from_starts
 from underpar.data.shards import Shard
 from underpar.errors import ArtifactError, RuleError
+from underpar.infer.experts import Proposals
 from underpar.infer.predictor import Predictor
 from underpar.infer.tilt import Mixture
 from underpar.levers import counts, tilt
@@ -287,14 +288,14 @@ def test_hints_meet_the_targets_they_are_for(
     """Whatever the windows, a sure expert that is always right makes every target nearly free."""
 
     class Oracle:
-        strength = tilt.make_strength("fixed", 16.0)
+        strength = tilt.plug(tilt.Settings(boost=16.0), predictor.model.spec).strength
 
         def open(self, num_histories: int, num_targets: int) -> None:
             pass
 
-        def propose(self, history: int, targets: np.ndarray) -> score_module.Proposals:
+        def propose(self, history: int, targets: np.ndarray) -> Proposals:
             sure = np.ones(len(targets), dtype=np.float32)
-            return score_module.Proposals(targets.astype(np.int64), sure)
+            return Proposals(targets.astype(np.int64), sure)
 
     mixture = Mixture([Oracle()])  # type: ignore[list-item]
     score = Scorer(predictor, stream, runtime, Clock(), mixture).run(ScorePart(), method=method)

@@ -13,7 +13,7 @@ from underpar.artifact import rans
 from underpar.errors import BenchError
 from underpar.infer.experts import Proposals
 from underpar.infer.ngram import CountExpert, Gate
-from underpar.infer.tilt import Steady
+from underpar.infer.strengths import Steady
 from underpar.kernels.attention import attend, backend_of
 from underpar.kernels.attention.reference import REFERENCE
 from underpar.lab.bench import Bench

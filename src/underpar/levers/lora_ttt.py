@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from underpar.recipe import ModelSpec, require
 
 STAGE = "infer"
+# What scores with it, by name: the code of other ways to score is not counted for them.
+ENGINE = "underpar.score.documents"
 
 SITES = ("q", "k", "v", "o", "mlp", "head")
 
@@ -74,6 +76,8 @@ class LoraTTT:
     """The settings; whoever scores documents builds the adapters."""
 
     settings: Settings
+
+    engine = ENGINE
 
     @property
     def lora(self) -> Settings:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from underpar.infer.ngram import LONGEST_CONTEXT, MatchExpert
-from underpar.infer.tilt import check_strength, make_strength
+from underpar.infer.strengths import check_strength, make_strength
 from underpar.recipe import ModelSpec, require
 
 STAGE = "infer"

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from underpar.infer.ngram import LONGEST_CONTEXT, CountExpert, Gate
-from underpar.infer.tilt import check_strength, make_strength
+from underpar.infer.strengths import check_strength, make_strength
 from underpar.recipe import ModelSpec, require
 
 STAGE = "infer"

@@ -16,7 +16,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from underpar.levers import LEVERS
+from underpar.levers import LEVERS, lever_module
 from underpar.recipe import Recipe
 
 ENTRY = "underpar.submit.entry"
@@ -39,7 +39,10 @@ ESCAPES = str.maketrans({"\\": "\\\\", "'": "\\'", "\0": "\\0", "\n": "\\n", "\r
 
 def bundle(recipe: Recipe, entry: str = ENTRY) -> bytes:
     """One script that runs `entry` with the levers of `recipe`; its length is the counted code."""
-    roots = [entry, *(LEVERS[name] for name in recipe.levers if name in LEVERS)]
+    names = [name for name in recipe.levers if name in LEVERS]
+    roots = [entry, *(LEVERS[name] for name in names)]
+    # Asked for by name when it is needed: no import tells of it.
+    roots += [m.ENGINE for m in map(lever_module, names) if hasattr(m, "ENGINE")]
     sources = {}
     for module in sorted(module_closure(roots)):
         path = _path(module)
