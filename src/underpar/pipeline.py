@@ -256,14 +256,9 @@ def audit_run(
     )
     findings = run_audit(case, on_rule)
     overall = next(v for v in (FAIL, NOT_SHOWN, PASS) if v in {f.verdict for f in findings})
-    write_json(
-        folder.audit_file,
-        {
-            "artifact_sha256": identity,
-            "verdict": overall,
-            "findings": [f.as_dict() for f in findings],
-        },
-    )
+    rows = [finding.as_dict() for finding in findings]
+    about = {"artifact_sha256": identity, "verdict": overall, "findings": rows}
+    write_json(folder.audit_file, about)
     return overall, findings
 
 
