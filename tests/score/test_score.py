@@ -62,10 +62,10 @@ def stream() -> Shard:
     """A few tiny documents of random tokens that often repeat."""
     rng = np.random.default_rng(0)
     tokens = np.concatenate([np.append(1, rng.integers(4, 9, n - 1)) for n in LENGTHS])
-    starts = np.cumsum(LENGTHS) - LENGTHS
-    num = len(LENGTHS)
+    lengths, num = np.array(LENGTHS), len(LENGTHS)
     hashes, flags = np.zeros((num, 32), dtype=np.uint8), np.zeros(num, dtype=np.uint8)
-    return Shard(tokens.astype(np.uint16), starts, np.array(LENGTHS) * 3, hashes, flags)
+    starts = np.cumsum(lengths) - lengths
+    return Shard(tokens.astype(np.uint16), starts, 3 * lengths, hashes, flags)
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +82,9 @@ def open_predictor(tiny_run: TinyRun, adapts: bool = True) -> Predictor:
 
 
 def score_of(
-    tiny_run: TinyRun, shard: Shard, runtime: Runtime, part: ScorePart, **kw: bool
+    tiny_run: TinyRun, shard: Shard, runtime: Runtime, part: ScorePart, adapt: bool = False
 ) -> Score:
-    return Scorer(open_predictor(tiny_run), shard, runtime, Clock()).run(part, **kw)
+    return Scorer(open_predictor(tiny_run), shard, runtime, Clock()).run(part, adapt)
 
 
 def test_a_uniform_model_costs_log_v_a_target(shard: Shard, runtime: Runtime) -> None:
