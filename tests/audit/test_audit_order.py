@@ -72,7 +72,7 @@ def make_shard(lengths: list[int]) -> Shard:
     num = len(lengths)
     return Shard(
         tokens=np.concatenate([np.append(1, rng.integers(4, 8, n - 1)) for n in lengths]),
-        starts=np.cumsum(np.array(lengths)) - lengths,
+        starts=np.cumsum(np.array(lengths)) - np.array(lengths),
         doc_bytes=np.full(num, 50),
         doc_hashes=np.zeros((num, 32), dtype=np.uint8),
         flags=np.zeros(num, dtype=np.uint8),
