@@ -275,6 +275,29 @@ def test_the_published_order_cannot_be_decoded(tiny_run: TinyRun, case: Case) ->
     assert finding.evidence["changed_prices"]["lora_ttt+tilt+published"] > 0
 
 
+def test_a_gpu_tries_methods_on_more_and_longer_documents(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few, many = (rules.probe_size(torch.device(kind)) for kind in ("cpu", "cuda:1"))
+    assert few == (6, 160) and many == (80, 640)
+    seen = []
+
+    def rescore(score: Score, shard: Shard, on_commit: OnCommit) -> Score:
+        seen.append((shard.num_documents, int(np.diff(shard.starts).max())))
+        return case.rescore(score, shard, on_commit)
+
+    assert rules.decodable_order(dataclasses.replace(case, rescore=rescore)).verdict == PASS
+    assert seen[0] == (6, 160)
+    seen.clear()
+    # What runs the method again keeps to its own device.
+    runtime = Runtime(torch.device("cuda"))
+    monkeypatch.setattr(rules, "CUDA_PROBE_DOCUMENTS", 7)
+    monkeypatch.setattr(rules, "CUDA_PROBE_TOKENS", 200)
+    other = dataclasses.replace(case, rescore=rescore, runtime=runtime)
+    assert rules.decodable_order(other).verdict == PASS
+    assert seen[0] == (7, 200)
+
+
 def test_hints_that_know_their_targets_fail(tiny_run: TinyRun, case: Case) -> None:
     mine = scored_with(tiny_run, case, Method(("tilt",)))
     assert rules.score_before_update(mine).verdict == PASS

@@ -75,6 +75,15 @@ def predictor() -> Predictor:
     return Predictor(randomized(recipe), torch.device("cpu"), [])
 
 
+@pytest.fixture(scope="module")
+def looking_back() -> Predictor:
+    """The same with levers that mix in the token before, strongly."""
+    levers = ["levers.bigram={buckets=50, width=8}", "levers.smear.init=1.0"]
+    sizes = ["model.num_layers=2", "model.context=16"]
+    recipe = load_recipe("baseline+cpu", sizes + levers)
+    return Predictor(randomized(recipe), torch.device("cpu"), [])
+
+
 def open_predictor(tiny_run: TinyRun, adapts: bool = True) -> Predictor:
     artifact, _ = read_artifact(tiny_run.folder.artifact_file)
     adapters = list(plug_levers(artifact.recipe, "infer").values()) if adapts else []
@@ -226,6 +235,26 @@ def test_a_stride_of_the_context_is_plain_scoring(
     plain = stream_prices(predictor, stream, Method())
     sliding = stream_prices(predictor, stream, Method(stride=16), batch_tokens)
     np.testing.assert_allclose(sliding, plain, rtol=1e-6, atol=1e-6)
+
+
+def test_pieces_look_back_on_the_piece_before(looking_back: Predictor, stream: Shard) -> None:
+    plain = stream_prices(looking_back, stream, Method())
+    sliding = stream_prices(looking_back, stream, Method(stride=16))
+    np.testing.assert_allclose(sliding, plain, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("stride", [3, 8, 15, 16])
+def test_windows_do_not_look_back_on_what_shares_their_pass(
+    stride: int, flat: bool, looking_back: Predictor, stream: Shard
+) -> None:
+    method = Method(stride=stride, flat=flat)
+    alone, some, together = (
+        stream_prices(looking_back, stream, method, batch_tokens) for batch_tokens in (1, 64, 4096)
+    )
+    # Of every target, so of documents and in total as well.
+    np.testing.assert_allclose(some, together, rtol=1e-6, atol=1e-5)
+    np.testing.assert_allclose(alone, together, rtol=1e-6, atol=1e-5)
 
 
 def test_trained_weights_slide_as_well(tiny_run: TinyRun, shard: Shard, runtime: Runtime) -> None:

@@ -33,8 +33,10 @@ from underpar.score.score import Scorer
 TOLERANCE = 1e-4
 # Training ends with a whole step, so a little over its time.
 OVERSHOOT = 0.01
-# What methods that learn are tried on: the beginnings of a few documents.
+# What methods that learn are tried on: the beginnings of a few documents, longer ones and more of
+# them where it is quick.
 PROBE_DOCUMENTS, PROBE_TOKENS = 6, 160
+CUDA_PROBE_DOCUMENTS, CUDA_PROBE_TOKENS = 80, 640
 # What experts are tried on: enough of the stream that something comes again.
 HINT_TOKENS = 4096
 # Precisions of scoring, by what scores call them.
@@ -244,8 +246,15 @@ def _learning(case: Case) -> dict[str, Score]:
     return {m: score for m, score in case.scores.items() if score.how.get("levers")}
 
 
+def probe_size(device: torch.device) -> tuple[int, int]:
+    """Documents that methods are tried on, and the most tokens of each."""
+    if device.type == "cuda":
+        return CUDA_PROBE_DOCUMENTS, CUDA_PROBE_TOKENS
+    return PROBE_DOCUMENTS, PROBE_TOKENS
+
+
 def _probe_shard(case: Case) -> Shard:
-    return order.short_stream(case.data.val, PROBE_DOCUMENTS, PROBE_TOKENS)
+    return order.short_stream(case.data.val, *probe_size(case.runtime.device))
 
 
 def _tracer(case: Case, score: Score) -> order.Trace:

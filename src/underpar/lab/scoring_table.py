@@ -20,7 +20,7 @@ from typing import Any
 
 from underpar.artifact.unpack import Artifact
 from underpar.audit import order
-from underpar.audit.rules import PROBE_DOCUMENTS, PROBE_TOKENS
+from underpar.audit.rules import probe_size
 from underpar.build import read_artifact
 from underpar.console import progress_bar
 from underpar.data.folder import load_data
@@ -144,7 +144,7 @@ def probe(score: Score, artifact: Artifact, shard: Shard, way: Way) -> dict[str,
         run_method(artifact, short, replace(way, on_commit=lambda *c: commits.append(c)))
         return commits
 
-    short = order.short_stream(shard, PROBE_DOCUMENTS, PROBE_TOKENS)
+    short = order.short_stream(shard, *probe_size(way.runtime.device))
     totals = [entry.num_targets for entry in score.entries]
     vocab_size = artifact.recipe.model.vocab_size
     return {

@@ -35,6 +35,9 @@ from underpar.train.dist import from_main, gather_objects
 
 # Targets after which mixers learn.
 SETTLE_EVERY = 1024
+# Tokens before a window that its first one may look back on: `smear` mixes in the token before, to
+# which `bigram` has added the one before that.
+LOOK_BACK = 2
 
 # (share of the targets done, bits per byte so far)
 OnChunk = Callable[[float, float], None]
@@ -192,25 +195,40 @@ class Scorer:
         """Each target in the window that owns it; windows share a pass, no window sees another."""
         is_flat = unit.windows[0].document < 0
         base = [0 if is_flat else int(self.shard.starts[d]) for d in unit.documents]
-        done = []
+        done: list[np.ndarray] = []
+        num_done = 0
         for group in group_windows(unit.windows, self._part.batch_tokens):
             begins = [base[max(0, window.document)] + window.start for window in group]
-            rows = [
-                np.asarray(self.shard.tokens[b : b + w.length + 1], dtype=np.int64)
-                for b, w in zip(begins, group, strict=True)
-            ]
-            lengths = np.array([window.length for window in group])
-            cuts = np.cumsum(lengths) - lengths
-            batch = Batch(
-                torch.from_numpy(np.concatenate([row[:-1] for row in rows])),
-                torch.from_numpy(np.concatenate([row[1:] for row in rows])),
-                segments_from_starts(cuts, int(lengths.sum()), self.predictor.context),
-            )
-            triples = list(zip(cuts, begins, group, strict=True))
-            owned = np.concatenate([np.arange(c + w.owned, c + w.length) for c, _, w in triples])
-            places = np.concatenate([np.arange(b + w.owned, b + w.length) for _, b, w in triples])
-            done.append(self._log_p(batch, hints[places - unit.first], owned)[owned])
+            batch, owned = self._pack_windows(group, begins)
+            # Windows own targets one behind the other, as hints have them.
+            own = slice(num_done, num_done + len(owned))
+            done.append(self._log_p(batch, hints[own], owned)[owned])
+            num_done += len(owned)
         return np.concatenate(done)
+
+    def _pack_windows(
+        self, windows: Sequence[Window], begins: Sequence[int]
+    ) -> tuple[Batch, np.ndarray]:
+        """Windows that begin there in the stream, and the rows of the targets that they own.
+
+        The tokens that precede a window stand before it, as a piece that owns nothing: levers that
+        look one token back would else see the window that happens to share the pass.
+        """
+        behind = np.array([min(LOOK_BACK, window.start) for window in windows])
+        lengths = np.array([window.length for window in windows])
+        firsts = np.cumsum(behind + lengths) - lengths
+        rows = [
+            np.asarray(self.shard.tokens[begin - num : begin + length + 1], dtype=np.int64)
+            for begin, num, length in zip(begins, behind, lengths, strict=True)
+        ]
+        cuts, size = np.append(firsts - behind, firsts), int(behind.sum() + lengths.sum())
+        batch = Batch(
+            torch.from_numpy(np.concatenate([row[:-1] for row in rows])),
+            torch.from_numpy(np.concatenate([row[1:] for row in rows])),
+            segments_from_starts(cuts, size, self.predictor.context),
+        )
+        pairs = zip(firsts, windows, strict=True)
+        return batch, np.concatenate([np.arange(f + w.owned, f + w.length) for f, w in pairs])
 
     def _log_p(self, batch: Batch, hints: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """Log-probabilities (N, 1 + K); `hints` are those of some rows of the batch."""

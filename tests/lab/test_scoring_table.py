@@ -1,0 +1,108 @@
+"""The table of ways to score: rows and files, what is measured once, verdicts, refusals."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiny import TinyRun
+from underpar.lab import scoring_table
+from underpar.lab.scoring_table import ROWS, main, verdict
+
+# By title, so that rows may be added between them.
+PLAIN, SLIDING, PUBLISHED, STREAM = (
+    next(i for i, row in enumerate(ROWS) if row.title == title)
+    for title in ("plain", "sliding, stride 64", "LoRA, published order", "LoRA, stream")
+)
+
+
+def words_of(tiny_run: TinyRun, out: Path, *rows: int) -> list[str]:
+    words = [str(tiny_run.folder.artifact_file), "--data", str(tiny_run.data), "--out", str(out)]
+    return [*words, "--documents", "3", "--device", "cpu", "--rows", *map(str, rows)]
+
+
+@pytest.fixture(scope="module")
+def measured(tiny_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with four rows."""
+    out = tmp_path_factory.mktemp("table") / "new"
+    assert main(words_of(tiny_run, out, PLAIN, SLIDING, PUBLISHED, STREAM)) == 0
+    return out
+
+
+def rows_of(out: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads((out / "scoring.json").read_text())["rows"]
+    return rows
+
+
+def test_every_row_has_a_price_a_time_and_a_verdict(measured: Path) -> None:
+    rows = rows_of(measured)
+    assert [row["title"] for row in rows] == [
+        ROWS[i].title for i in (PLAIN, SLIDING, PUBLISHED, STREAM)
+    ]
+    assert all(row["seconds"] > 0 and row["tokens_per_second"] > 0 for row in rows)
+    plain, _, published, stream = (row["bpb"] for row in rows)
+    assert max(published, stream) < plain
+    # Nothing of another way to score is left from row to row.
+    assert len({row["bpb"] for row in rows}) == len(rows)
+    assert [row["order"] for row in rows] == ["stream", "stream", "published", "stream"]
+    assert [verdict(row) for row in rows] == ["passes", "passes", "fails: knows lengths", "passes"]
+
+
+def test_the_table_has_gains_over_the_first_row(measured: Path) -> None:
+    lines = (measured / "scoring.md").read_text().splitlines()
+    rows = rows_of(measured)
+    assert len(lines) == 2 + len(rows)
+    for line, row in zip(lines[2:], rows, strict=True):
+        gain = 1000 * (rows[0]["bpb"] - row["bpb"])
+        assert line.startswith(f"| {row['title']} | {row['bpb']:.5f} | {gain:.2f} |")
+        assert line.endswith(f"| {row['order']} | {verdict(row)} |")
+
+
+def test_what_is_there_is_not_measured_again(
+    tiny_run: TinyRun, measured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "scoring.json").write_text((measured / "scoring.json").read_text())
+    measure_row, titles = scoring_table.measure_row, []
+
+    def listed(row: scoring_table.Row, *rest: Any) -> dict[str, Any]:
+        titles.append(row.title)
+        return measure_row(row, *rest)
+
+    monkeypatch.setattr(scoring_table, "measure_row", listed)
+    assert main(words_of(tiny_run, tmp_path, PLAIN, SLIDING, PUBLISHED, STREAM)) == 0
+    assert titles == []
+    for name in ("scoring.json", "scoring.md"):
+        assert (tmp_path / name).read_bytes() == (measured / name).read_bytes()
+    # A run that was stopped goes on.
+    record = json.loads((tmp_path / "scoring.json").read_text())
+    record["rows"] = record["rows"][:1]
+    (tmp_path / "scoring.json").write_text(json.dumps(record))
+    assert main(words_of(tiny_run, tmp_path, PLAIN, SLIDING)) == 0
+    assert titles == [ROWS[SLIDING].title]
+    assert [row["bpb"] for row in rows_of(tmp_path)] == [r["bpb"] for r in rows_of(measured)][:2]
+
+
+def test_the_table_of_another_artifact_is_left_alone(
+    tiny_run: TinyRun, measured: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = json.loads((measured / "scoring.json").read_text())
+    text = json.dumps(record | {"artifact_sha256": "0" * 64})
+    (tmp_path / "scoring.json").write_text(text)
+    assert main(words_of(tiny_run, tmp_path, PLAIN)) == 2
+    assert "is of another artifact; choose another --out" in capsys.readouterr().err
+    assert (tmp_path / "scoring.json").read_text() == text
+    assert not (tmp_path / "scoring.md").exists()
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        ({}, "passes"),
+        ({"later_lengths": 1}, "fails: knows lengths"),
+        ({"later_tokens": 1, "later_lengths": 1}, "fails: sees tokens"),
+        ({"wrong_events": 1}, "fails: sees tokens"),
+    ],
+)
+def test_the_worst_finding_is_the_verdict(found: dict[str, int], words: str) -> None:
+    assert verdict({"later_tokens": 0, "later_lengths": 0, "wrong_events": 0} | found) == words
