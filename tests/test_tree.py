@@ -84,7 +84,9 @@ def test_files_and_functions_read_in_one_sitting(path: Path) -> None:
         parameters = [n for n in names if n not in ("self", "cls")]
         if own_part(path) not in OPTION_TABLES:
             assert lines <= MAX_FUNCTION_LINES, f"{node.name}: {lines} lines"
-            assert len(parameters) <= MAX_PARAMETERS, f"{node.name}: {parameters}"
+            # A kernel is given addresses and sizes, one by one.
+            is_kernel = "triton.jit" in map(ast.unparse, node.decorator_list)
+            assert is_kernel or len(parameters) <= MAX_PARAMETERS, f"{node.name}: {parameters}"
         if not node.name.startswith("_"):
             assert ast.get_docstring(node) or _is_inner(tree, node), f"{node.name}: no docstring"
 

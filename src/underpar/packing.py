@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +24,7 @@ from underpar.artifact.budget import Budget, read_budget
 from underpar.artifact.fit import Round, fit_to_cap
 from underpar.artifact.format import squeeze
 from underpar.artifact.pack import Artifact, pack, unpack
-from underpar.build import read_artifact
+from underpar.build import plug_levers, read_artifact
 from underpar.calibrating import (
     Trained,
     load_model,
@@ -44,11 +44,12 @@ from underpar.quant.files import (
     read_quantized,
     save_quantized,
 )
+from underpar.quant.logit_fit import LogitFit, Numbers, UnreadText, fit_logits
 from underpar.quant.logsteps import to_index
 from underpar.quant.rules import match_rules, quantize_model
 from underpar.quant.schemes import QuantizedModel, Scheme, dequantize
 from underpar.quant.solve import Solver
-from underpar.recipe import to_tree
+from underpar.recipe import Tree, from_tree, merge, to_tree
 from underpar.run import RunFolder, write_atomic, write_json
 from underpar.runtime import Runtime
 from underpar.submit.bundle import bundle
@@ -56,6 +57,11 @@ from underpar.train.checkpoint import read_about, save_tensors
 from underpar.train.dist import ALONE
 
 OnRound = Callable[[Round], None]
+
+# Of the cap, kept for the numbers of a lever that are fitted once the model has its size.
+FITTED_BYTES = 200
+# More text says nothing new about so few numbers.
+FITTED_TOKENS = 1 << 18
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +84,17 @@ class Press:
     def grids(self) -> dict[str, np.ndarray]:
         """Matrices whose steps follow the constant."""
         return {n: self.trained.weights[n] for n, s in self.schemes.items() if s.states}
+
+    @cached_property
+    def fitted(self) -> dict[str, Any]:
+        """Levers of scoring with numbers that are fitted to the rounded model, by name."""
+        levers = plug_levers(self.trained.recipe, "infer")
+        return {name: lever for name, lever in levers.items() if hasattr(lever, "classes")}
+
+    @property
+    def room_bytes(self) -> int:
+        """The cap less what fitted numbers may take."""
+        return self.cap_bytes - FITTED_BYTES * len(self.fitted)
 
     def make(self, constant: float) -> tuple[QuantizedModel, int]:
         """The model rounded with a constant for its grids, and its bytes with the code."""
@@ -107,11 +124,15 @@ class Press:
             part.lqer_weighted,
         )
 
-    def artifact(self, tensors: QuantizedModel) -> Artifact:
-        """What is packed, with the largest inputs of its matrices where they are known."""
+    def artifact(self, tensors: QuantizedModel, fits: Mapping[str, Tree] | None = None) -> Artifact:
+        """What is packed, with the largest inputs of its matrices where they are known.
+
+        `fits` are settings of levers that were fitted to it.
+        """
         largest = self.measured.calibration.largest if self.measured else {}
         scales = {name: int(to_index(np.array(value))) for name, value in largest.items()}
-        return Artifact(self.trained.recipe, self.tokenizer, tensors, scales)
+        tree = merge(to_tree(self.trained.recipe), {"levers": dict(fits or {})})
+        return Artifact(from_tree(tree), self.tokenizer, tensors, scales)
 
     def budget(self, data: bytes) -> Budget:
         """Every byte of a packed file and of the code that reads it."""
@@ -134,7 +155,7 @@ class Press:
             for name in self.grids
         }
         curve = rate_curve(self.grids, self.solver.sensitivity, layouts)
-        fitted = fit_to_cap(self.make, curve, self.cap_bytes, self._other_bytes(), on_round)
+        fitted = fit_to_cap(self.make, curve, self.room_bytes, self._other_bytes(), on_round)
         best = fitted.best
         return fitted.made, {**asdict(best), "rounds": [asdict(r) for r in fitted.rounds]}
 
@@ -198,18 +219,19 @@ def quantize_run(
 ) -> dict[str, Any]:
     """Round a run's weights so that they fill the cap; writes quantized.safetensors.
 
-    Tuning reads the text that the run was trained on: its seconds count as training.
+    Tuning and fitting read the text that the run was trained on: their seconds count as training.
     """
     started = time.perf_counter()
     tensors, found = press.fit(on_round)
-    if press.trained.recipe.quant.tune_steps:
+    if press.trained.recipe.quant.tune_steps or press.fitted:
         began = time.perf_counter()
         data = load_data(Path(folder.read_json(folder.about_file)["data"]))
         require_own_data(folder, data, runtime)
-        tuned = tune_controls(press, tensors, data, runtime)
-        # Halves are squeezed together, so other values may take a few bytes more.
-        if press.budget(pack(press.artifact(tuned))).total_bytes <= press.cap_bytes:
-            tensors = tuned
+        tensors = tune_controls(press, tensors, data, runtime)
+        num_steps = int(str(read_about(folder.weights_file)["step"]))
+        fits = fit_levers(press, tensors, data, num_steps, runtime)
+        found["levers"] = {name: asdict(fit.numbers) for name, fit in fits.items()}
+        found["fit_nats"] = {name: fit.nats for name, fit in fits.items()}
         found["tune_seconds"] = time.perf_counter() - began
     about = {**_identity(press), **found, "seconds": time.perf_counter() - started}
     save_quantized(folder.quantized_file, tensors, about)
@@ -219,8 +241,10 @@ def quantize_run(
 def tune_controls(
     press: Press, tensors: QuantizedModel, data: DataFolder, runtime: Runtime
 ) -> QuantizedModel:
-    """The model with its fp16 vectors tuned to what became of its matrices."""
+    """The model with its fp16 vectors tuned to what became of its matrices, where that fits."""
     part = press.trained.recipe.quant
+    if not part.tune_steps:
+        return tensors
     rounded = {name: dequantize(tensor) for name, tensor in tensors.items()}
     student, teacher = (
         load_model(press.trained.recipe, weights).to(runtime.device)
@@ -232,7 +256,28 @@ def tune_controls(
     settings = tune.Settings(part.tune_steps, part.tune_lr)
     found = tune.tune(student, names, teacher, text, runtime, settings)
     halves = {n: replace(tensors[n], steps=v.numpy().reshape(-1)) for n, v in found.items()}
-    return {name: halves.get(name, tensor) for name, tensor in tensors.items()}
+    tuned = {name: halves.get(name, tensor) for name, tensor in tensors.items()}
+    # Halves are squeezed together, so other values may take a few bytes more.
+    fits = press.budget(pack(press.artifact(tuned))).total_bytes <= press.room_bytes
+    return tuned if fits else tensors
+
+
+def fit_levers(
+    press: Press, tensors: QuantizedModel, data: DataFolder, num_steps: int, runtime: Runtime
+) -> dict[str, LogitFit]:
+    """Numbers of the levers that calibrate the rounded model, whose run took `num_steps`."""
+    if not press.fitted:
+        return {}
+    recipe = press.trained.recipe
+    rounded = {name: dequantize(tensor) for name, tensor in tensors.items()}
+    model = load_model(recipe, rounded).to(runtime.device)
+    most = recipe.quant.calibration_batches * recipe.quant.calibration_batch_tokens
+    text = UnreadText(data, recipe.train, num_steps, min(most, FITTED_TOKENS))
+    fits = {}
+    for name, lever in press.fitted.items():
+        start = Numbers(lever.settings.scales, lever.settings.biases)
+        fits[name] = fit_logits(model, lever.classes, start, text, runtime)
+    return fits
 
 
 def _identity(press: Press) -> dict[str, Any]:
@@ -258,11 +303,11 @@ def pack_run(
     A tokenizer outside lies beside the file as tokenizer.model, and is counted all the same.
     """
     press = open_press(folder, cap_bytes, part, runtime)
-    found = read_about(folder.quantized_file) if folder.quantized_file.exists() else {}
-    if any(found.get(key) != value for key, value in _identity(press).items()):
+    made = read_about(folder.quantized_file) if folder.quantized_file.exists() else {}
+    if any(made.get(key) != value for key, value in _identity(press).items()):
         quantize_run(press, folder, runtime, on_round)
-    tensors, _ = read_quantized(folder.quantized_file)
-    artifact = press.artifact(tensors)
+    tensors, found = read_quantized(folder.quantized_file)
+    artifact = press.artifact(tensors, found.get("levers"))
     data = pack(artifact, tokenizer_inside)
     if not unpack(data, press.tokenizer).equals(artifact):
         raise ArtifactError("the packed file does not unpack to what was packed; nothing written")

@@ -60,6 +60,7 @@ def open_method(
         tree = merge(tree, asked)
     found = resolve_levers(from_tree(tree))
     _check(method, _levers_of(method, found))
+    _require_packed(method, found, recipe)
     return method, found
 
 
@@ -84,6 +85,8 @@ def run_method(artifact: Artifact, shard: Shard, way: Way) -> Score:
     adapters = having(levers, "parameters")
     mixture = Mixture(having(levers, "propose"))
     predictor = build_predictor(artifact, runtime.device, adapters, runtime.dtype)
+    for lever in having(levers, "classes"):
+        lever.attach(predictor.model)
     if lora := having(levers, "lora"):
         phases = next(iter(having(levers, "boundaries")), None)
         make = import_module(lora[0].engine).DocumentScorer
@@ -121,6 +124,19 @@ def _check(method: Method, levers: Mapping[str, Any]) -> None:
         raise RuleError("the published order is that of documents that adapt: add --with lora_ttt")
 
 
+def _require_packed(method: Method, asked: Recipe, own: Recipe) -> None:
+    """Refuse fitted numbers that are not the artifact's: its bytes have to hold them."""
+    packed = plug_levers(own, "infer")
+    for name, lever in _levers_of(method, asked).items():
+        if not hasattr(lever, "classes"):
+            continue
+        if name not in packed or packed[name].settings != lever.settings:
+            raise RuleError(
+                f"{name} has the numbers that 'underpar pack' fitted and no others: name it in the "
+                "recipe that is trained, and set none while scoring"
+            )
+
+
 def mixture_of(score: Score, recipe: Recipe) -> Mixture:
     """The experts of a score's method, set as they were."""
     return Mixture(having(_levers_of(*method_of(score, recipe)), "propose"))
@@ -135,4 +151,6 @@ def method_of(score: Score, recipe: Recipe) -> tuple[Method, Recipe]:
     if not isinstance(settings, Mapping) or set(method.levers) - set(settings):
         raise RuleError(f"the score {score.method!r} does not say how its levers were set")
     own = {"levers": {name: settings[name] for name in method.levers}, "score": part}
-    return method, resolve_levers(from_tree(merge(to_tree(recipe), own)))
+    found = resolve_levers(from_tree(merge(to_tree(recipe), own)))
+    _require_packed(method, found, recipe)
+    return method, found

@@ -342,3 +342,7 @@ class Phases(Protocol):
 
 
 # Infer stage, seam `propose`: an Expert, which guesses tokens; it is in infer/experts.py.
+
+# Infer stage, seam `classes`: the class of each token (V,), with `attach(model)` for a model whose
+# logits get a scale and a bias by class. Packing fits these, `settings.scales` and `.biases`, and
+# writes them into the artifact's recipe; a score can have no others.

@@ -27,8 +27,9 @@ def model() -> GPT:
     return randomized(load_recipe("pr2014+cpu")).requires_grad_(False)
 
 
-def make_lora(model: GPT, settings: Settings, num_lanes: int = LANES) -> Lora:
-    return Lora(model, settings, range(num_lanes), CPU)
+def make_lora(model: GPT, settings: Settings, half: bool = False) -> Lora:
+    dtype = torch.bfloat16 if half else torch.float32
+    return Lora(model, settings, range(LANES), CPU, dtype)
 
 
 def make_tokens(seed: int, num_lanes: int = LANES) -> torch.Tensor:
@@ -46,14 +47,23 @@ def read(model: GPT, tokens: torch.Tensor) -> torch.Tensor:
     return nats.unflatten(0, (num_lanes, CHUNK))
 
 
-def learn(model: GPT, lora: Lora, tokens: torch.Tensor, active: list[bool]) -> torch.Tensor:
-    """Price, then update; the nats (L, C) before it."""
+def learn_from(
+    model: GPT, lora: Lora, tokens: torch.Tensor, active: list[bool]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Price, then update; the nats (L, C) before it, and all gradients (L, P)."""
     with lora.attached():
         nats = read(model, tokens)
     on = torch.tensor(active)
     nats[on].mean(1).sum().backward()
+    assert lora._work.grad is not None
+    grads = lora._work.grad.clone()
     lora.update(on)
-    return nats.detach()
+    return nats.detach(), grads
+
+
+def learn(model: GPT, lora: Lora, tokens: torch.Tensor, active: list[bool]) -> torch.Tensor:
+    """Price, then update; the nats (L, C) before it."""
+    return learn_from(model, lora, tokens, active)[0]
 
 
 def adapters(lora: Lora) -> dict[Place, tuple[torch.Tensor, torch.Tensor]]:
@@ -61,8 +71,8 @@ def adapters(lora: Lora) -> dict[Place, tuple[torch.Tensor, torch.Tensor]]:
 
 
 def gradients(lora: Lora) -> dict[Place, tuple[torch.Tensor, torch.Tensor]]:
-    assert lora._grads is not None
-    return lora._layout.cut(lora._grads)
+    assert lora._work.grad is not None
+    return lora._layout.cut(lora._work.grad)
 
 
 def fill(lora: Lora, seed: int = 0) -> None:
@@ -70,6 +80,8 @@ def fill(lora: Lora, seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
     for _, b in adapters(lora).values():
         b.normal_(std=0.05, generator=generator)
+    with torch.no_grad():
+        lora._work.copy_(lora._weights)
 
 
 @pytest.mark.parametrize(
@@ -150,15 +162,15 @@ def test_outputs_and_gradients_are_those_of_the_formula(model: GPT) -> None:
             torch.testing.assert_close(grad, leaf.grad, rtol=0, atol=1e-3 * largest)
 
 
-def test_a_backward_pass_leaves_its_own_gradients_alone(model: GPT) -> None:
+def test_an_update_uses_its_gradients_up(model: GPT) -> None:
     lora = make_lora(model, ALL_SITES)
     fill(lora)
-    grads = []
+    start, grads = lora._weights.clone(), []
     for seed in (1, 2, 1):
-        with lora.attached():
-            read(model, make_tokens(seed)).mean().backward()
-        assert lora._grads is not None
-        grads.append(lora._grads.clone())
+        with torch.no_grad():
+            lora._weights.copy_(start)
+        grads.append(learn_from(model, lora, make_tokens(seed), [True] * LANES)[1])
+        assert lora._work.grad is None
     assert torch.equal(grads[0], grads[2]) and not torch.equal(grads[0], grads[1])
 
 
@@ -167,9 +179,7 @@ def test_the_first_step_is_a_step_of_the_sign(model: GPT) -> None:
     lora = make_lora(model, settings)
     fill(lora)
     before = lora._weights.clone()
-    learn(model, lora, make_tokens(0), [True] * LANES)
-    g = lora._grads
-    assert g is not None
+    _, g = learn_from(model, lora, make_tokens(0), [True] * LANES)
     wanted = before * (1 - settings.lr * settings.decay) - settings.lr * g / (
         g.abs() + settings.eps
     )
@@ -192,9 +202,7 @@ def test_steps_are_those_of_adamw(model: GPT) -> None:
         [leaf], settings.lr, (0.0, settings.beta2), settings.eps, settings.decay
     )
     for seed in range(4):
-        learn(model, lora, make_tokens(seed), [True] * LANES)
-        assert lora._grads is not None
-        leaf.grad = lora._grads.clone()
+        _, leaf.grad = learn_from(model, lora, make_tokens(seed), [True] * LANES)
         theirs.step()
         torch.testing.assert_close(lora._weights, leaf.detach(), rtol=1e-5, atol=1e-6)
 
@@ -322,7 +330,7 @@ def test_lanes_are_kept_in_the_order_given(model: GPT) -> None:
 
 
 def test_products_run_as_autocast_has_them(model: GPT) -> None:
-    lora, tokens = make_lora(model, ALL_SITES), make_tokens(0)
+    lora, tokens = make_lora(model, ALL_SITES, half=True), make_tokens(0)
     seen = []
 
     def watch(site: str, visit: object, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -339,7 +347,7 @@ def test_products_run_as_autocast_has_them(model: GPT) -> None:
     nats.mean(1).sum().backward()
     lora.update(torch.tensor([True, True, False]))
     assert lora._weights.dtype == lora._moments.dtype == torch.float32
-    assert lora._work is not None and lora._work.dtype == lora._grads.dtype == torch.bfloat16
+    assert lora._work.dtype == torch.bfloat16 and lora._work.grad is None
     assert torch.equal(lora._work, lora._weights.bfloat16()) and lora._moments.any()
     lora.reset([0], [5])
     assert torch.equal(lora._work, lora._weights.bfloat16())
@@ -348,7 +356,7 @@ def test_products_run_as_autocast_has_them(model: GPT) -> None:
 def test_half_precision_learns_what_full_precision_does(model: GPT) -> None:
     tokens, moved = make_tokens(0), []
     for enabled in (False, True):
-        lora = make_lora(model, replace(ALL_SITES, decay=0.0))
+        lora = make_lora(model, replace(ALL_SITES, decay=0.0), enabled)
         fill(lora)
         before = lora._weights.clone()
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled), lora.attached():
@@ -377,7 +385,9 @@ def test_no_step_reads_a_number_back(half: bool) -> None:
     # Tensors without numbers: whatever asks for one, or for a shape that hangs on one, fails.
     with FakeTensorMode(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=half):
         model = build_model(recipe).requires_grad_(False)
-        lora, past = Lora(model, Settings(), [0, 1], "cpu"), ChunkPast(model.spec, 2, "cpu")
+        dtype = torch.bfloat16 if half else torch.float32
+        lora = Lora(model, Settings(), [0, 1], "cpu", dtype)
+        past = ChunkPast(model.spec, 2, "cpu")
         counts, tokens = torch.zeros(2, dtype=torch.long), torch.zeros(16, dtype=torch.long)
         for farthest in (8, 16):
             past.begin(counts, 8, farthest)

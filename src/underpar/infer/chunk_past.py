@@ -2,56 +2,22 @@
 
 A lane is a document. What it read in earlier chunks is kept without gradient, as in Transformer-XL
 (Dai et al. 2019, arXiv:1901.02860): a step of training costs a chunk, not a window. Shapes depend
-on the numbers of lanes, of tokens a chunk and on the span of keys that are read, never on tensors:
-no step waits for the device, and one that was captured can be replayed.
+on the numbers of lanes and of tokens a chunk alone: no step waits for the device.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from underpar.kernels.lanes import Place, attend_lanes
 from underpar.recipe import ModelSpec
 
-# Keys are read in spans of this many positions, so that early steps do not pay for the whole cache.
+# Memory grows in spans of this many positions.
 SPAN = 64
-
-
-@dataclass(frozen=True)
-class _Step:
-    """Where the tokens of a step belong; C tokens a lane, of which the first `counts` are real."""
-
-    counts: Tensor  # (L,)
-    places: Tensor  # (L, C), in the lane's piece
-    real: Tensor  # (L, C) bool
-    rows: Tensor  # (N,), among all rows of a cache
-    lanes: Tensor  # (L, 1)
-    span: int
-
-
-class _Kept(torch.autograd.Function):
-    """What is kept (L, span, K, D) and already holds the step's `own` (N, K, D): as it is, with
-    the gradients at the step's places going to `own`."""
-
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, kept: Tensor, step: _Step) -> Tensor:
-        """`kept`."""
-        ctx.step = step
-        return kept.view_as(kept)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        """The step's places of `grad` (L, span, K, D)."""
-        step: _Step = ctx.step
-        # Padding may lie behind the span; no token has seen it.
-        own = grad[step.lanes, step.places.clamp(max=step.span - 1)]  # (L, C, K, D)
-        return (own * step.real[:, :, None, None]).flatten(0, 1), None, None
 
 
 class ChunkPast:
@@ -69,12 +35,11 @@ class ChunkPast:
         # Keys and values (2, L, room, K, D) by slot: a layer visited twice has two pasts.
         self._slots: dict[int, Tensor] = {}
         self._last: dict[str, Tensor] = {}
-        self._clear()
+        self.forget()
 
-    def _clear(self) -> None:
-        """Between steps there is neither a step nor what it made."""
-        self._step: _Step | None = None
-        self._biases: dict[int, Tensor] = {}
+    def forget(self) -> None:
+        """Leave a step that is not committed: between steps there is none, nor what it made."""
+        self._step: Place | None = None
         self._read: dict[str, Tensor] = {}
 
     def begin(self, counts: Tensor, width: int, farthest: int) -> None:
@@ -83,16 +48,12 @@ class ChunkPast:
         `farthest` is the largest length, in tokens, that a lane which reads has behind them.
         """
         assert width > 0 and 0 < farthest <= self.context
-        self._clear()
+        self.forget()
         self.reserve(farthest)
-        offsets = torch.arange(width, device=counts.device)
-        places = self.lengths[:, None] + offsets
-        lanes = self._lanes[:, None]
-        # Padding that has no room goes to the last row, which is never a token's.
-        rows = (lanes * self.room + places.clamp(max=self.room - 1)).flatten()
-        real = offsets < counts[:, None]
-        self._step = _Step(counts, places, real, rows, lanes, _whole_spans(farthest))
-        self.positions = places.flatten()
+        # Of their own: the lengths go on when the step is kept.
+        starts = self.lengths.clone()
+        self._step = Place(starts, counts)
+        self.positions = (starts[:, None] + torch.arange(width, device=starts.device)).flatten()
 
     def reserve(self, length: int) -> None:
         """Have memory for lanes of `length` tokens: up to it, nothing moves to another address."""
@@ -107,39 +68,9 @@ class ChunkPast:
     def attend(self, slot: int, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
         """Causal attention of q (N, H, D) over what its lane has read, the step's k and v included.
 
-        Padding sees anything: finite numbers that nobody reads.
+        The step's own are written to the cache, where later steps find them.
         """
-        step = self._begun
-        cache = self._cache(slot, k)
-        with torch.no_grad():
-            for kept, own in zip(cache.view(2, -1, *k.shape[1:]), (k, v), strict=True):
-                kept.index_copy_(0, step.rows, own)
-        keys, values = (
-            _Kept.apply(own, kept[:, : step.span], step).transpose(1, 2)
-            for kept, own in zip(cache, (k, v), strict=True)
-        )  # (L, K, span, D)
-        num_lanes, width = step.places.shape
-        # Heads that share keys become further queries: no kernel for groups takes a mask.
-        grouped = (num_lanes, width, k.size(1), -1, q.size(-1))
-        q = q.reshape(grouped).transpose(1, 2)  # (L, K, C, G, D)
-        bias = self._bias(window, q.size(3), q.dtype)
-        y = F.scaled_dot_product_attention(q.flatten(2, 3), keys, values, attn_mask=bias)
-        return y.unflatten(2, (width, -1)).transpose(1, 2).flatten(2, 3).flatten(0, 1)
-
-    def _bias(self, window: int, group: int, dtype: torch.dtype) -> Tensor:
-        """0 where a query sees a key and -inf elsewhere, (L, 1, C * G, span); made once a step."""
-        if window not in self._biases:
-            step = self._begun
-            keys = torch.arange(step.span, device=step.places.device)
-            back = step.places[:, :, None] - keys  # (L, C, span)
-            seen = (back >= 0) & (back <= window) if window else back >= 0
-            # A row that sees nothing would be NaN, and its gradient with it.
-            hidden = step.real[:, :, None] & ~seen
-            bias = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-            bias = bias.masked_fill_(hidden, -math.inf)
-            wide = bias[:, :, None].expand(-1, -1, group, -1).flatten(1, 2)
-            self._biases[window] = wide[:, None]
-        return self._biases[window]
+        return attend_lanes(q, k, v, self._cache(slot, k), self._begun, window)
 
     def _cache(self, slot: int, like: Tensor) -> Tensor:
         if slot not in self._slots:
@@ -149,7 +80,7 @@ class ChunkPast:
 
     def previous(self, name: str, x: Tensor) -> Tensor:
         """x (N, ...) one token earlier in the lane; zeros at the start of a document."""
-        rows = x.unflatten(0, self._begun.places.shape)  # (L, C, ...)
+        rows = x.unflatten(0, (len(self._lanes), -1))  # (L, C, ...)
         if name not in self._last:
             self._last[name] = torch.zeros_like(rows[:, 0])
         self._read[name] = rows.detach()
@@ -158,17 +89,17 @@ class ChunkPast:
     @torch.no_grad()
     def commit(self) -> None:
         """Keep what the step has read: the lanes go on behind it."""
-        step = self._begun
-        ends = (step.counts - 1).clamp(min=0)
+        counts = self._begun.counts
+        ends = (counts - 1).clamp(min=0)
         for name, rows in self._read.items():
             last = self._last[name]
-            moved = (step.counts > 0).view(-1, *[1] * (last.ndim - 1))
+            moved = (counts > 0).view(-1, *[1] * (last.ndim - 1))
             last.copy_(torch.where(moved, rows[self._lanes, ends], last))
-        self.lengths.add_(step.counts)
-        self._clear()
+        self.lengths.add_(counts)
+        self.forget()
 
     @property
-    def _begun(self) -> _Step:
+    def _begun(self) -> Place:
         assert self._step is not None, "begin comes first"
         return self._step
 
@@ -198,7 +129,7 @@ class ChunkPast:
         self._lanes = self._lanes[: len(lanes)]
         self._slots = {slot: cache.index_select(1, lanes) for slot, cache in self._slots.items()}
         self._last = {name: last[lanes] for name, last in self._last.items()}
-        self._clear()
+        self.forget()
 
 
 def _whole_spans(length: int) -> int:

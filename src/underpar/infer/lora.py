@@ -3,7 +3,7 @@
 y + (alpha / rank) B (A x) at each site of each visit (Hu et al. 2021, arXiv:2106.09685; for each
 document on its own PR 77, PR 1530; scale and warm A PR 1767; sites of PR 2014). All adapters of all
 lanes are columns of one buffer, and so are their gradients and second moments: an update is one
-pass over them, and products read and write their columns in place.
+pass over them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -72,51 +72,6 @@ class LoraSettings(Protocol):
 
 
 @dataclass(frozen=True)
-class _Pair:
-    """One adapter of all lanes and where its gradients go: columns of the buffers."""
-
-    a: Tensor  # (L, r, in)
-    b: Tensor  # (L, out, r)
-    grad_a: Tensor
-    grad_b: Tensor
-    scale: float
-
-
-class _Product(torch.autograd.Function):
-    """y (N, out) + scale B (A x) for x (N, in), lane by lane.
-
-    The gradients of A and B overwrite their columns instead of passing through autograd, which
-    would put them together again for each site. `anchor` only has the pass recorded.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, x: Tensor, anchor: Tensor, pair: _Pair) -> Tensor:
-        """The sum (N, out)."""
-        num_lanes, kind = len(pair.a), pair.a.dtype
-        rows = x.to(kind).unflatten(0, (num_lanes, -1))  # (L, C, in)
-        low = torch.bmm(rows, pair.a.mT) * pair.scale  # (L, C, r)
-        ctx.save_for_backward(rows, low)
-        ctx.pair, ctx.kinds = pair, (y.dtype, x.dtype)
-        given = y.to(kind).unflatten(0, (num_lanes, -1))
-        return torch.baddbmm(given, low, pair.b.mT).flatten(0, 1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        """Gradients of y and x; those of A and B go to their columns."""
-        rows, low = ctx.saved_tensors
-        pair: _Pair = ctx.pair
-        above = grad.unflatten(0, rows.shape[:2])  # (L, C, out)
-        torch.bmm(above.mT, low, out=pair.grad_b)
-        below = torch.bmm(above, pair.b) * pair.scale  # (L, C, r)
-        torch.bmm(below.mT, rows, out=pair.grad_a)
-        y_kind, x_kind = ctx.kinds
-        grad_x = None
-        if ctx.needs_input_grad[1]:
-            grad_x = torch.bmm(below, pair.a).flatten(0, 1).to(x_kind)
-        return grad.to(y_kind), grad_x, None, None
-
-
-@dataclass(frozen=True)
 class _Layout:
     """Columns of the buffers: all A, then all B."""
 
@@ -166,7 +121,7 @@ def _channels(spec: ModelSpec) -> dict[str, int]:
 
 
 class Lora:
-    """Adapters of L lanes, a row each, with their optimiser; products as autocast has them."""
+    """Adapters of L lanes, a row each, with their optimiser; products run in `dtype`."""
 
     def __init__(
         self,
@@ -174,6 +129,7 @@ class Lora:
         settings: LoraSettings,
         lanes: Sequence[int],
         device: torch.device | str,
+        dtype: torch.dtype = torch.float32,
         compiled: bool = False,
     ) -> None:
         """`lanes`: the number of each row's lane. `compiled`: the update is one kernel."""
@@ -184,16 +140,14 @@ class Lora:
         self._weights = torch.zeros(len(lanes), self._layout.num_columns, device=device)
         self._moments = torch.zeros_like(self._weights)
         self._steps = torch.zeros(len(lanes), device=device)
-        self._anchor = torch.zeros((), device=device, requires_grad=True)
-        # What products read, and its gradients: in their precision, made when it is known.
-        self._work: Tensor | None = None
-        self._grads: Tensor | None = None
-        self._pairs: dict[Place, _Pair] = {}
+        for row, lane in enumerate(lanes):
+            self._draw(row, lane)
+        self._work = _leaf(self._weights, dtype)
+        # A and B of each place while they are attached: columns of what products read.
+        self._pairs: dict[Place, tuple[Tensor, Tensor]] = {}
         self._descend: Callable[..., None] = _descend
         if compiled:
             self._descend = torch.compile(_descend, fullgraph=True)
-        for row, lane in enumerate(lanes):
-            self._draw(row, lane)
 
     @property
     def num_parameters(self) -> int:
@@ -206,32 +160,25 @@ class Lora:
 
         Some rows are a copy, which is good to read with and not to learn.
         """
-        adjust = (self if rows is None else self._select(rows)).adjust
-        self._model.hooks.adjust.append(adjust)
+        own = self if rows is None else self._select(rows)
+        own._pairs = own._layout.cut(own._work)
+        self._model.hooks.adjust.append(own.adjust)
         try:
             yield
         finally:
-            self._model.hooks.adjust.remove(adjust)
+            self._model.hooks.adjust.remove(own.adjust)
+            own._pairs = {}
 
     def adjust(self, site: str, visit: Visit | None, y: Tensor, x: Tensor) -> Tensor:
         """y (N, out) and what the site's adapter makes of x (N, in); N = L * C, lane by lane."""
         place = (site, None if visit is None else visit.slot)
-        if place not in self._layout.outs:
+        if place not in self._pairs:
             return y
-        self._prepare(_product_dtype(x))
-        adjusted: Tensor = _Product.apply(y, x, self._anchor, self._pairs[place])
-        return adjusted
-
-    def _prepare(self, dtype: torch.dtype) -> None:
-        """Have the buffers of products in `dtype`."""
-        if self._work is not None and self._work.dtype == dtype:
-            return
-        # The weights themselves where they have that precision.
-        self._work = self._weights.to(dtype)
-        self._grads = torch.zeros_like(self._work)
-        weights, grads = self._layout.cut(self._work), self._layout.cut(self._grads)
+        a, b = self._pairs[place]
+        rows, given = (t.to(a.dtype).unflatten(0, (len(a), -1)) for t in (x, y))
         scale = self.settings.alpha / self.settings.rank
-        self._pairs = {p: _Pair(*weights[p], *grads[p], scale) for p in weights}
+        low = torch.bmm(rows, a.mT) * scale  # (L, C, r)
+        return torch.baddbmm(given, low, b.mT).flatten(0, 1)
 
     @torch.no_grad()
     def update(self, active: Tensor) -> None:
@@ -239,16 +186,28 @@ class Lora:
 
         The others are left as they are, or with `decay_all` decay.
         """
-        assert self._work is not None, "a backward pass comes first"
         own, on = self.settings, active.float()
         self._steps.add_(on)
         # -expm1: 1 - beta2 ** steps without losing digits; 1 in lanes that rest.
         fresh = 1 - on - on * torch.expm1(self._steps * math.log(own.beta2))
         decaying = torch.ones_like(on) if own.decay_all else on
-        factors = ((1 - own.beta2) * on, fresh, 1 - own.lr * own.decay * decaying, own.lr * on)
+        self._step((1 - own.beta2) * on, fresh, 1 - own.lr * own.decay * decaying, own.lr * on)
+
+    @torch.no_grad()
+    def warm_up(self) -> None:
+        """Have the update compiled: a step from the last backward pass that changes nothing."""
+        ones, zeros = torch.ones_like(self._steps), torch.zeros_like(self._steps)
+        self._step(zeros, ones, ones, zeros)
+
+    def _step(self, *factors: Tensor) -> None:
+        grads = self._work.grad
+        # Lanes that only decay have none.
+        grads = torch.zeros_like(self._work) if grads is None else grads
         columns = tuple(factor[:, None] for factor in factors)
-        work = None if self._work is self._weights else self._work
-        self._descend((self._weights, self._moments, work), self._grads, columns, own.eps)
+        work = None if self._work.dtype == self._weights.dtype else self._work.detach()
+        state = (self._weights, self._moments, work)
+        self._descend(state, grads, columns, self.settings.eps)
+        self._work.grad = None
 
     @torch.no_grad()
     def reset(self, rows: Sequence[int], documents: Sequence[int]) -> None:
@@ -259,8 +218,7 @@ class Lora:
             self._weights[row, self._layout.num_a :].zero_()
             if not self.settings.warm:
                 self._draw(row, document)
-            if self._work is not None and self._work is not self._weights:
-                self._work[row].copy_(self._weights[row])
+            self._work[row].copy_(self._weights[row])
 
     def _draw(self, row: int, number: int) -> None:
         """A of one row from seed and number alone, so that ranks may share lanes as they like."""
@@ -281,12 +239,15 @@ class Lora:
         self._weights = self._weights[rows]
         self._moments = self._moments[rows]
         self._steps = self._steps[rows]
-        self._work, self._grads, self._pairs = None, None, {}
+        self._work = _leaf(self._weights, self._work.dtype)
 
 
-def _product_dtype(x: Tensor) -> torch.dtype:
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
+def _leaf(weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weights in the precision of products, as something that has gradients.
+
+    They are the same memory where they have that precision.
+    """
+    return weights.to(dtype).detach().requires_grad_()
 
 
 def _descend(

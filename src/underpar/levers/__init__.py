@@ -60,6 +60,8 @@ LEVERS = {
     "ttt_e2e": "underpar.levers.ttt_e2e",
     "stream_sgd": "underpar.levers.stream_sgd",
     "phased_sgd": "underpar.levers.phased_sgd",
+    # Logits, once all of that has made them.
+    "token_calibration": "underpar.levers.token_calibration",
     # Experts tilt in turn: the surest first.
     "tilt": "underpar.levers.tilt",
     "match": "underpar.levers.match",

@@ -38,6 +38,21 @@ SEED = 0x43414C4942
 FIRST_PIECE = 4
 
 
+def require_training_split(data: DataFolder) -> None:
+    """Refuse a folder whose training split is not the one of its manifest."""
+    if not isinstance(data, DataFolder):
+        raise RuleError(
+            f"calibration was given a {type(data).__name__}: expected a DataFolder, whose "
+            "training split alone is read"
+        )
+    shard, stated = data.train, data.manifest["train"]
+    if (shard.num_documents, shard.num_tokens) != (stated["documents"], stated["tokens"]):
+        raise RuleError(
+            f"calibration was given {shard.num_tokens} tokens as training text, the manifest "
+            f"says {stated['tokens']}; open the folder with load_data"
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class TrainingText:
     """Batches of a data folder's training split, in an order of their own."""
@@ -48,17 +63,7 @@ class TrainingText:
     seed: int = SEED
 
     def __post_init__(self) -> None:
-        if not isinstance(self.data, DataFolder):
-            raise RuleError(
-                f"calibration was given a {type(self.data).__name__}: expected a DataFolder, whose "
-                "training split alone is read"
-            )
-        shard, stated = self.data.train, self.data.manifest["train"]
-        if (shard.num_documents, shard.num_tokens) != (stated["documents"], stated["tokens"]):
-            raise RuleError(
-                f"calibration was given {shard.num_tokens} tokens as training text, the manifest "
-                f"says {stated['tokens']}; open the folder with load_data"
-            )
+        require_training_split(self.data)
         _require_some(num_batches=self.num_batches, batch_tokens=self.batch_tokens)
 
     def batches(self, context: int, runtime: Runtime) -> Iterator[Batch]:

@@ -24,6 +24,7 @@ from underpar.infer.tilt import Mixture, join
 from underpar.runtime import Clock, Runtime
 from underpar.score.ledger import Score
 from underpar.score.method import PUBLISHED, STOP_BITS, Method
+from underpar.score.pricing import compile_pricing, price_rows
 from underpar.score.reading import FreshLanes, KeptLanes, Reading
 from underpar.score.schedule import (
     Chunks,
@@ -87,6 +88,7 @@ class DocumentScorer:
         self._boundaries = list(phases)
         self._ahead: Proposals | None = None
         self._chunks = Chunks(self.lora.chunk, self.lora.short)
+        self._pricing = compile_pricing() if self.runtime.compiled else price_rows
         num_lanes = min(self.lora.lanes, self.shard.num_documents)
         self.mixture.open(num_lanes, int(self._tally.expected.sum()))
         if method.order == PUBLISHED:
@@ -125,7 +127,8 @@ class DocumentScorer:
         for group in groups:
             if team is None or len(group.documents) != size:
                 size = len(group.documents)
-                team = self._make_team(size, self._published_reading(group.chunk))
+                # Lanes without a document rest: as many as before, so that nothing is compiled.
+                team = self._make_team(num_lanes, self._published_reading(group.chunk))
             team.reading = self._published_reading(group.chunk)
             for turns in group.steps:
                 self._step(team, turns)
@@ -137,9 +140,21 @@ class DocumentScorer:
 
     def _make_team(self, num_lanes: int, reading: Reading) -> Team:
         """This rank's share of the lanes, with new adapters."""
-        lanes = self._own_lanes(num_lanes)
-        lora = Lora(self.predictor.model, self.lora, lanes, self.predictor.device)
-        return Team(self.predictor, reading, lora)
+        predictor, lanes = self.predictor, self._own_lanes(num_lanes)
+        lora = Lora(
+            predictor.model,
+            self.lora,
+            lanes,
+            predictor.device,
+            predictor.dtype,
+            self.runtime.compiled,
+        )
+        team = Team(predictor, reading, lora, self._pricing, self.clock)
+        if self.runtime.compiled and lanes:
+            with self.clock.phase("warm-up"):
+                team.warm_up(self.lora.chunk, len(self.mixture.experts))
+                self.runtime.synchronize()
+        return team
 
     def _own_lanes(self, num_lanes: int) -> range:
         return range(self.runtime.rank, num_lanes, self.runtime.world)
@@ -202,8 +217,6 @@ class DocumentScorer:
         if adapted and learning:
             with self.clock.phase("adapt"):
                 team.learn(own)
-                # A device works on behind the call; its time belongs here.
-                self.runtime.synchronize()
             self._tally.note("adapt", step, learning)
         if self._on_step:
             self._on_step(self._tally.share, self._tally.bpb)

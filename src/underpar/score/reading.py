@@ -9,7 +9,7 @@ of the moment, as PR 1530 and PR 2014 do: up to a hundred times as many tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -36,9 +36,9 @@ class Rows:
 
     inputs: Tensor  # (L * C,), lane by lane
     past: Past
-    places: Tensor | None
+    places: np.ndarray | None
     """(L, c) rows that the targets are predicted from; None: all of them, c = C."""
-    targets: Tensor  # (L, c); behind a lane's last target anything
+    targets: np.ndarray  # (L, c); behind a lane's last target anything
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,8 +129,19 @@ class KeptLanes:
             upload(inputs.ravel(), self._device),
             self._past,
             None,
-            upload(targets, self._device),
+            targets,
         )
+
+    def rehearsal(self, num_lanes: int, width: int) -> Rows:
+        """A step in which no lane reads anything, `width` tokens wide, for `forget` to end."""
+        counts = torch.zeros(num_lanes, dtype=torch.long, device=self._device)
+        self._past.begin(counts, width, self._context)
+        inputs = np.zeros((num_lanes, width), dtype=np.int64)
+        return Rows(upload(inputs.ravel(), self._device), self._past, None, inputs)
+
+    def forget(self) -> None:
+        """Leave the step as if it had not been."""
+        self._past.forget()
 
     def done(self) -> None:
         """Keep what the step computed."""
@@ -168,14 +179,23 @@ class FreshLanes:
             own = np.arange(offset, length)
             places[turn.lane, : turn.count] = turn.lane * width + own
             targets[turn.lane, : turn.count] = text[own + 1]
-        starts = np.arange(0, num_lanes * width, width)
-        segments = segments_from_starts(starts, num_lanes * width, self._context)
-        return Rows(
-            upload(inputs.ravel(), self._device),
-            RowsPast(self._to_device(segments), num_lanes),
-            upload(places, self._device),
-            upload(targets, self._device),
+        return self._rows(inputs, places, targets)
+
+    def rehearsal(self, num_lanes: int, width: int) -> Rows:
+        """Rows of `width` tokens that no document has."""
+        inputs = np.zeros((num_lanes, width), dtype=np.int64)
+        return self._rows(inputs, np.arange(inputs.size).reshape(inputs.shape), inputs)
+
+    def _rows(self, inputs: np.ndarray, places: np.ndarray, targets: np.ndarray) -> Rows:
+        num_lanes, width = inputs.shape
+        segments = segments_from_starts(
+            np.arange(0, inputs.size, width), inputs.size, self._context
         )
+        if self._device.type == "cuda":
+            # A bound that is the same for all widths: a graph is compiled for it.
+            segments = replace(segments, max_len=self._context)
+        past = RowsPast(self._to_device(segments), num_lanes)
+        return Rows(upload(inputs.ravel(), self._device), past, places, targets)
 
     def _to_device(self, segments: Segments) -> Segments:
         if self._device.type != "cuda":
@@ -184,6 +204,9 @@ class FreshLanes:
 
     def done(self) -> None:
         """Nothing is kept."""
+
+    def forget(self) -> None:
+        """Nothing was kept."""
 
 
 class RowsPast(PackedPast):

@@ -1,4 +1,4 @@
-"""The compiled loss: regions of the model that look alike are compiled once.
+"""The compiled model: regions of it that look alike are compiled once.
 
 Embedding, each visit of a block and the loss are regions of their own, so the order of visits is no
 part of any graph: a loop that is switched on compiles nothing new, and layers that differ only in
@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
 
 from underpar.data.loader import Batch
 from underpar.kernels.capped import capped_cross_entropy
 from underpar.model.gpt import GPT
 from underpar.model.past import PackedPast
+from underpar.seams import Past, Stream
 from underpar.train.step import LossOf
 
 # A graph and what stands for its inputs -> the function that runs it.
@@ -31,30 +33,61 @@ LIMITS = {"recompile_limit": MOST_TRACES, "accumulated_recompile_limit": MOST_TR
 INDUCTOR = {"triton.mix_order_reduction": False}
 
 
+class Regions:
+    """Compiles a model region by region; a break in one is an error.
+
+    `vary`: the number of tokens differs from pass to pass, in the same graphs.
+    """
+
+    def __init__(self, vary: bool = False) -> None:
+        self._vary = vary
+        self._sharing = Sharing(_inductor)
+        # Functions of this object: their traces are not those of another.
+        self._embed = self.region(lambda model, tokens, past: model.embed(tokens, past))
+        self._take = self.region(lambda model, visit, stream: model.visit(visit, stream))
+
+    def region(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, compiled; it shares graphs with the others."""
+        return torch.compile(function, fullgraph=True, dynamic=False, backend=self._sharing)
+
+    def read(self, model: GPT, tokens: Tensor, past: Past) -> Stream:
+        """The stream behind the last visit of a block."""
+        self._sharing.begin()
+        if self._vary:
+            mark_sized(tokens, past.positions)
+        with torch._dynamo.config.patch(LIMITS):
+            stream: Stream = self._embed(model, tokens, past)
+            for visit in model.plan:
+                # Another object: one that is kept elsewhere too would make this visit special.
+                stream.x = stream.x.view_as(stream.x)
+                self._mark(stream)
+                self._take(model, visit, stream)
+            self._mark(stream)
+        return stream
+
+    def _mark(self, stream: Stream) -> None:
+        if self._vary:
+            mark_sized(*tree_leaves((stream.x, stream.start, stream.angles, stream.kept)))
+
+
+def mark_sized(*tensors: Tensor | None) -> None:
+    """Have the first dimension of each differ from pass to pass."""
+    for tensor in tensors:
+        if tensor is not None:
+            torch._dynamo.mark_dynamic(tensor, 0)
+
+
 def compile_loss() -> LossOf:
-    """The mean loss of a model on a batch, compiled; a break in a region is an error."""
-    sharing = Sharing(_inductor)
-
-    def region(function: Callable[..., Any]) -> Callable[..., Any]:
-        return torch.compile(function, fullgraph=True, dynamic=False, backend=sharing)
-
-    # Functions of this call: their traces are not those of another compiled loss.
-    embed = region(lambda model, tokens, past: model.embed(tokens, past))
-    take = region(lambda model, visit, stream: model.visit(visit, stream))
-    end = region(_end)
+    """The mean loss of a model on a batch, compiled."""
+    regions = Regions()
+    end = regions.region(_end)
 
     def loss_of(model: nn.Module, batch: Batch) -> Tensor:
         assert isinstance(model, GPT)
         # The number of pieces alone differs from batch to batch: one graph for all of them.
         torch._dynamo.mark_dynamic(batch.segments.cu, 0)
-        sharing.begin()
-        with torch._dynamo.config.patch(LIMITS):
-            stream = embed(model, batch.inputs, PackedPast(batch.segments))
-            for visit in model.plan:
-                # Another object: one that is kept elsewhere too would make this visit special.
-                stream.x = stream.x.view_as(stream.x)
-                take(model, visit, stream)
-            loss: Tensor = end(model, stream, batch.targets)
+        stream = regions.read(model, batch.inputs, PackedPast(batch.segments))
+        loss: Tensor = end(model, stream, batch.targets)
         return loss
 
     return loss_of

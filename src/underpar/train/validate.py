@@ -1,7 +1,8 @@
 """Bits per byte of the held-out text while weights are still whole. It only reports.
 
 Documents are isolated and cut at the model's context, and every visit of a loop is made, as `score`
-has it, with products in the same precision. Nothing in training may follow from these figures: no step, no rate, no stop, no choice of weights.
+has it, with products in the same precision. Nothing in training may follow from these figures: no
+step, no rate, no stop, no choice of weights.
 """
 
 from __future__ import annotations

@@ -1,0 +1,82 @@
+"""A scale and a bias for the logits of each class of tokens, fitted when the model is packed.
+
+z -> scale z + bias behind the soft cap, with one pair for each of seven classes: control and byte
+pieces, then ranges of ids that grow geometrically, as BPE numbers its pieces in the order of its
+merges. Packing fits the pairs to the rounded model, on training text that the run did not come to
+(`quant/logit_fit.py`), and writes them into the artifact's recipe. Source: PR 1884 and PR 1924 (one
+scale, biases by the spelling of a token, 100,000 training tokens). Legal: fitted to training text
+before the artifact is written, whose bytes hold the numbers, and the same for every token scored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from underpar.kernels.capped import soft_cap
+from underpar.recipe import ModelSpec, require
+
+STAGE = "infer"
+
+NUM_CLASSES = 7
+# Control and byte pieces come before it, in every tokenizer here.
+FIRST_MERGE = 260
+# Beyond it no number is a calibration.
+LARGEST = 100.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Numbers by class, control and byte pieces first; packing starts from those of the recipe."""
+
+    scales: tuple[float, ...] = (1.0,) * NUM_CLASSES
+    biases: tuple[float, ...] = (0.0,) * NUM_CLASSES
+
+    def __post_init__(self) -> None:
+        where = "levers.token_calibration."
+        for key in ("scales", "biases"):
+            values = getattr(self, key)
+            right = len(values) == NUM_CLASSES
+            require(right, f"{where}{key} = {values}: expected {NUM_CLASSES} numbers")
+        # As it is written, no number is refused too.
+        positive = all(0 < scale <= LARGEST for scale in self.scales)
+        require(positive, f"{where}scales = {self.scales}: expected more than 0, up to {LARGEST:g}")
+        small = all(abs(bias) <= LARGEST for bias in self.biases)
+        require(small, f"{where}biases = {self.biases}: expected -{LARGEST:g} to {LARGEST:g}")
+
+
+# Logits as they are.
+NEUTRAL = Settings()
+
+
+class TokenCalibration:
+    """Logits by class: a fixed part of the model that scores."""
+
+    def __init__(self, settings: Settings, vocab_size: int) -> None:
+        self.settings = settings
+        growth = max(1.0, vocab_size / FIRST_MERGE) ** (1 / (NUM_CLASSES - 1))
+        firsts = [round(FIRST_MERGE * growth**i) for i in range(NUM_CLASSES - 1)]
+        self.classes = torch.bucketize(torch.arange(vocab_size), torch.tensor(firsts), right=True)
+
+    def attach(self, model: Any) -> None:
+        """Calibrate what comes out of the cap."""
+        device = model.embedding.weight.device
+        scales, biases = (
+            torch.tensor(values)[self.classes].to(device)  # (V,)
+            for values in (self.settings.scales, self.settings.biases)
+        )
+        cap = model.hooks.cap or partial(soft_cap, cap=model.spec.softcap)
+
+        def calibrated(logits: Tensor) -> Tensor:
+            return torch.addcmul(biases, cap(logits), scales)
+
+        model.hooks.cap = calibrated
+
+
+def plug(settings: Settings, spec: ModelSpec) -> TokenCalibration:
+    """The calibration for packing and for the scorer."""
+    return TokenCalibration(settings, spec.vocab_size)

@@ -1,0 +1,77 @@
+"""What a step of lanes asks of the model: log-probabilities, and the loss of what they leave open.
+
+Plain, or compiled in regions as training is (`train/compiled.py`): one set of graphs for all widths
+of a step, as the number of lanes is fixed and the number of tokens a lane is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from underpar.model.gpt import GPT
+from underpar.seams import Past
+from underpar.train.compiled import Regions, mark_sized
+
+
+@dataclass(frozen=True, eq=False)
+class Question:
+    """N inputs, L lanes of C tokens, and n targets among what follows them."""
+
+    inputs: Tensor  # (N,), lane by lane
+    past: Past
+    places: Tensor | None
+    """(n,) rows that the targets are predicted from; None: all of them, n = N."""
+    wanted: Tensor
+    """(n, 1 + K) targets and further tokens whose probability is asked; -1 for none."""
+    weights: Tensor
+    """(n,) of each target in the loss."""
+
+
+# Log-probabilities (n, 1 + K), and the loss: a sum over targets.
+Answer = tuple[Tensor, Tensor]
+Pricing = Callable[[GPT, Question], Answer]
+
+
+def price_rows(model: GPT, question: Question) -> Answer:
+    """The answer, computed step by step."""
+    hidden = model.hidden(question.inputs, question.past)
+    return _answer(model, hidden, question.places, question.wanted, question.weights)
+
+
+def compile_pricing() -> Pricing:
+    """The same, compiled; traces belong to what is returned."""
+    regions = Regions(vary=True)
+
+    def finish(
+        model: GPT, stream: object, places: Tensor | None, wanted: Tensor, weights: Tensor
+    ) -> Answer:
+        return _answer(model, model.finish(stream), places, wanted, weights)  # type: ignore[arg-type]
+
+    end = regions.region(finish)
+
+    def price(model: GPT, question: Question) -> Answer:
+        places, wanted, weights = question.places, question.wanted, question.weights
+        # A compiler takes sizes of one for constants.
+        if len(question.inputs) < 2 or len(wanted) < 2:
+            return price_rows(model, question)
+        mark_sized(places, wanted, weights)
+        stream = regions.read(model, question.inputs, question.past)
+        answer: Answer = end(model, stream, places, wanted, weights)
+        return answer
+
+    return price
+
+
+def _answer(
+    model: GPT, hidden: Tensor, places: Tensor | None, wanted: Tensor, weights: Tensor
+) -> Answer:
+    if places is not None:
+        hidden = hidden[places]
+    # Sums over the vocabulary in fp32, whatever products run in.
+    logits = model.head(hidden).float()
+    log_p = F.log_softmax(logits, dim=-1).gather(1, wanted.clamp(min=0))
+    return log_p, -(log_p[:, 0] * weights).sum()
