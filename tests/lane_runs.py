@@ -69,6 +69,7 @@ class Run:
     phases: Any = None
     runtime: Runtime = ALONE
     model: GPT = field(default_factory=lambda: randomized(RICH))
+    partial: Any = None
 
     def __post_init__(self) -> None:
         self.predictor = Predictor(self.model, CPU, [])
@@ -81,6 +82,7 @@ class Run:
             self.predictor, self.shard, self.runtime, self.clock, self.mixture, self.phases
         )
         engine.on_commit = lambda *commit: self.commits.append(commit)
+        engine.partial = self.partial
         self.score: Score = engine.run(self.method, self.settings)
         return self
 

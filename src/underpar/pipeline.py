@@ -33,6 +33,7 @@ from underpar.build import (
 )
 from underpar.calibrating import calibrate, needs_calibration
 from underpar.codec.stream import Codec
+from underpar.console import ERR
 from underpar.data.folder import DataFolder, data_identity, load_data
 from underpar.data.loader import Loader
 from underpar.data.shards import Shard
@@ -45,14 +46,23 @@ from underpar.run import RunFolder, write_atomic, write_json
 from underpar.runtime import Clock, Runtime, seed_everything
 from underpar.score.ledger import Score, score_from_dict
 from underpar.score.method import PLAIN, Method
+from underpar.score.partial import Partial, forget
 from underpar.score.tally import OnCommit
 from underpar.score.windows import chunk_documents
-from underpar.scoring import OnShare, Way, method_of, mixture_of, open_method, run_method
+from underpar.scoring import (
+    OnShare,
+    Way,
+    how_of,
+    method_of,
+    mixture_of,
+    open_method,
+    run_method,
+)
 from underpar.submit.bundle import bundle
 from underpar.train.checkpoint import Position, read_about
 from underpar.train.dist import ask_main, process_group
 from underpar.train.forecast import Forecast
-from underpar.train.loop import OnStep, Trainer
+from underpar.train.loop import OnStep, Trainer, interruptible
 from underpar.train.step import step_of
 from underpar.train.validate import Validator
 
@@ -192,15 +202,19 @@ def score_artifact(
 ) -> Scored:
     """Score an artifact on the held-out documents; the result lies beside the artifact.
 
+    It continues what was stopped; a signal ends it with `Stopped`, to be continued.
     `changes` are settings of the method's levers, "levers.lora_ttt.rank=40".
     """
-    clock = Clock("load")
+    clock, folder = Clock("load"), RunFolder(artifact_path.parent)
     artifact, identity = read_artifact(artifact_path)
     method, recipe = open_method(artifact.recipe, method, changes)
     data = load_data(data_path)
     require_same_tokenizer(artifact, data.tokenizer)
-    with process_group(runtime):
-        way = Way(method, runtime, clock, on_share)
+    what = {"artifact_sha256": identity, "data_identity": data_identity(data)}
+    how, file = how_of(method, recipe, runtime), folder.partial_file(method.label)
+    with process_group(runtime), interruptible() as is_asked:
+        partial = Partial(file, {**what, "how": how}, runtime, clock, is_asked, _tell)
+        way = Way(method, runtime, clock, on_share, partial=partial)
         score = run_method(replace(artifact, recipe=recipe), data.val, way)
     about = {
         "artifact_sha256": identity,
@@ -212,10 +226,20 @@ def score_artifact(
         # A lossy tokenizer scores another text than the one whose bytes are counted.
         "lossless": data.tokenizer.lossless,
     }
-    path = RunFolder(artifact_path.parent).score_file(score.method)
+    path = folder.score_file(score.method)
     if runtime.is_main:
         write_json(path, {**about, **score.as_dict()})
+    partial.remove()
     return Scored(score, path, about)
+
+
+def _tell(line: str) -> None:
+    ERR.print(line, markup=False, soft_wrap=True)
+
+
+def forget_partial(artifact_path: Path, method: Method) -> None:
+    """Have the next score by this method start over."""
+    forget(RunFolder(artifact_path.parent).partial_file(method.label))
 
 
 def xz_bytes(shard: Shard, tokenizer: Tokenizer) -> int:

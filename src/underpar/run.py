@@ -55,6 +55,7 @@ class RunFolder:
     model.upar       the artifact
     budget.json      where its bytes go
     score-*.json     one file a scoring method, with the ledger of each document
+    score-*.partial  what a stopped scoring continues from
     audit.json       findings
     report.html      all of it on one page
     """
@@ -129,6 +130,10 @@ class RunFolder:
     def score_file(self, method: str) -> Path:
         """Score of one method."""
         return self.path / f"score-{method}.json"
+
+    def partial_file(self, method: str) -> Path:
+        """What a stopped scoring continues from; other ranks have theirs beside it."""
+        return self.path / f"score-{method}.partial"
 
     def score_files(self) -> list[Path]:
         """Scores that exist, by name."""

@@ -9,7 +9,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -178,6 +178,11 @@ class Clock:
         self._seconds[before] = self._seconds.get(before, 0.0) + now - self._since
         self._phase, self._since = name, now
         return before
+
+    def add(self, seconds: Mapping[str, float]) -> None:
+        """Count what another clock read before this one was made, too."""
+        for name, spent in seconds.items():
+            self._seconds[name] = self._seconds.get(name, 0.0) + spent
 
     def read(self) -> dict[str, float]:
         """Seconds of each phase so far; their sum is the age of the clock."""

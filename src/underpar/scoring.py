@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from underpar.artifact.unpack import Artifact
 from underpar.build import build_predictor, find_lever, lever_names, plug_levers, resolve_levers
@@ -19,19 +19,26 @@ from underpar.score.method import ADAPT, PUBLISHED, Method, method_from_dict
 from underpar.score.score import Scorer
 from underpar.score.tally import OnCommit
 
+if TYPE_CHECKING:
+    from underpar.score.partial import Partial
+
 # (share of the targets done, bits per byte so far)
 OnShare = Callable[[float, float], None]
 
 
 @dataclass(frozen=True)
 class Way:
-    """A method and what it runs on; `on_share` hears how far it is, `on_commit` of every price."""
+    """A method and what it runs on; `on_share` hears how far it is, `on_commit` of every price.
+
+    With a `partial` it may be stopped, and continues where it was.
+    """
 
     method: Method
     runtime: Runtime
     clock: Clock = field(default_factory=lambda: Clock("load"))
     on_share: OnShare | None = None
     on_commit: OnCommit | None = None
+    partial: Partial | None = None
 
 
 def open_method(
@@ -91,18 +98,22 @@ def run_method(artifact: Artifact, shard: Shard, way: Way) -> Score:
         phases = next(iter(having(levers, "boundaries")), None)
         make = import_module(lora[0].engine).DocumentScorer
         engine = make(predictor, shard, runtime, way.clock, mixture, phases)
-        engine.on_commit = way.on_commit
+        engine.on_commit, engine.partial = way.on_commit, way.partial
         score: Score = engine.run(method, lora[0].lora, way.on_share)
     else:
-        scorer = Scorer(predictor, shard, runtime, way.clock, mixture, way.on_commit)
+        scorer = Scorer(predictor, shard, runtime, way.clock, mixture, way.on_commit, way.partial)
         score = scorer.run(artifact.recipe.score, bool(adapters), way.on_share, method)
-    how = {
+    return replace(score, how=how_of(method, artifact.recipe, runtime))
+
+
+def how_of(method: Method, recipe: Recipe, runtime: Runtime) -> dict[str, Any]:
+    """The method with all of its settings, as a score tells them."""
+    return {
         **method.as_dict(),
-        "settings": {name: artifact.recipe.levers[name] for name in levers},
-        "score": asdict(artifact.recipe.score),
-        "products": str(predictor.dtype),
+        "settings": {name: recipe.levers[name] for name in _levers_of(method, recipe)},
+        "score": asdict(recipe.score),
+        "products": str(runtime.dtype),
     }
-    return replace(score, how=how)
 
 
 def having(levers: Mapping[str, Any], seam: str) -> list[Any]:

@@ -202,6 +202,7 @@ def score(
         scored = pipeline.score_artifact(artifact, data, runtime, method, changes, show)
     result, xz = scored.score, scored.about["xz_bytes"]
     return {
+        "finished": True,
         "method": result.method,
         "bpb": result.bpb,
         "bits": result.bits,

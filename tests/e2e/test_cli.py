@@ -151,6 +151,17 @@ def test_ways_to_score_that_do_not_exist(tiny_run: TinyRun, words: list[object],
     assert part in str(result.exception)
 
 
+def test_what_a_stopped_score_left_is_refused_if_damaged(tiny_run: TinyRun, tmp_path: Path) -> None:
+    artifact, left = tmp_path / "model.upar", tmp_path / "score-plain.partial"
+    artifact.write_bytes(tiny_run.folder.artifact_file.read_bytes())
+    left.write_bytes(b"not what was saved")
+    words = ("score", artifact, "--data", tiny_run.data, "--device", "cpu")
+    line = fails(*words)
+    assert str(left) in line and "--fresh" in line and len(line.strip().splitlines()) == 1
+    assert run_json(*words, "--fresh")["finished"]
+    assert {p.name for p in tmp_path.iterdir()} == {"model.upar", "score-plain.json"}
+
+
 def test_size_forecasts_and_enforces() -> None:
     assert run_json("size", "cpu")["total_bytes"] < 16_000_000  # type: ignore[operator]
     assert "over the cap" in fails("size", "cpu", "--set", "limits.cap_bytes=1000")

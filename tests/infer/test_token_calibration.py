@@ -21,7 +21,7 @@ from underpar.audit.probes import distribution_errors, substitution_sums
 from underpar.build import build_model, lever_settings, read_artifact
 from underpar.errors import RecipeError, RuleError
 from underpar.infer.predictor import Predictor
-from underpar.levers.token_calibration import FIRST_MERGE, NEUTRAL, Settings, plug
+from underpar.levers.token_calibration import FIRST_MERGE, Settings, plug
 from underpar.quant.files import read_quantized
 from underpar.quant.schemes import QuantizedTensor, Scheme
 from underpar.recipe import ModelSpec, Recipe, from_tree, load_recipe, merge, to_tree
@@ -35,6 +35,7 @@ from underpar.submit.bundle import bundle
 CPU = torch.device("cpu")
 NAME = "token_calibration"
 ALONE = Method((NAME,))
+NEUTRAL = Settings()
 ODD = Settings((1.2, 0.7, 0.9, 1.1, 1.0, 0.8, 1.3), (0.5, -0.5, 0.2, 0.0, -1.0, 0.3, 0.1))
 GRIDS = ("embedding.weight grid1", "blocks.*.weight grid1+columns", "*.weight int6:12", "* fp16")
 
@@ -68,6 +69,15 @@ def test_logits_get_the_numbers_of_their_class_behind_the_cap() -> None:
     expected = capped * torch.tensor(ODD.scales)[classes] + torch.tensor(ODD.biases)[classes]
     torch.testing.assert_close(predictor.model.head(hidden), expected)
     assert set(classes.tolist()) == set(range(7))
+
+
+@pytest.mark.parametrize("levers", [(), ("levers.softcap=true",)])
+def test_a_compiler_takes_it(levers: tuple[str, ...]) -> None:
+    model = predictor_of(ODD, *levers).model
+    hidden = torch.randn(5, model.spec.dim)
+    compiled = torch.compile(model.head, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(hidden), model.head(hidden), rtol=0, atol=1e-4)
+    torch._dynamo.reset()
 
 
 def test_prices_are_a_distribution() -> None:

@@ -3,8 +3,9 @@
 import copy
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.backends.debugging import aot_eager
+from torch._dynamo.utils import counters
 
 from lane_runs import ALONE, CONTEXT, NUM_TARGETS, SETTINGS, SHARD, SORTED, STREAM, Run, make_shard
 from lever_stacks import CPU
@@ -24,9 +27,11 @@ from underpar.model.past import PackedPast
 from underpar.runtime import Runtime
 from underpar.score import documents
 from underpar.score.method import Method
+from underpar.score.reading import KeptLanes, Sizes
 from underpar.score.schedule import Turn
 from underpar.score.team import Team
 from underpar.seams import Visit
+from underpar.train import compiled
 
 # Shapes of another number of lanes round otherwise; nats a target, of which it has about four.
 TOLERANCE = 1e-4
@@ -84,6 +89,83 @@ def test_dropping_lanes_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(Team, "shrink", lambda team, turns: None)
     assert price_alike(shrinking, Run(settings=settings).go())
     assert sizes[-1] == 6
+
+
+def state_of(team: Team) -> dict[str, Any]:
+    """All that a team learns, keeps and may draw from."""
+    lora, (_, *numpy_state) = team._lora, np.random.get_state()
+    state = {"lora": [lora._weights, lora._moments, lora._steps, lora._work.detach()]}
+    state["random"] = [torch.get_rng_state(), *map(torch.as_tensor, numpy_state)]
+    if isinstance(team.reading, KeptLanes):
+        past, held = team.reading._past, team.reading._held
+        state["lengths"] = [past.lengths, torch.tensor(held)]
+        state["last"] = list(past._last.values())
+        caches = past._slots.values()
+        state["keys"] = [cache[:, i, :n] for cache in caches for i, n in enumerate(held)]
+    return copy.deepcopy(state)
+
+
+def record_before_each_step(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Have every team record its steps again and again; says of each time if nothing changed."""
+    price, same, sizes = Team.price, list[bool](), Sizes((SETTINGS.chunk, CONTEXT), SETTINGS.chunk)
+
+    def watch(team: Team, turns: Sequence[Turn], *rest: Any) -> dict[int, np.ndarray]:
+        # What lanes remember of a token is there from the first pass on.
+        team.record(sizes, 0)
+        before = state_of(team)
+        team.record(sizes, 0)
+        after = state_of(team)
+        pairs = [zip(before[key], after[key], strict=True) for key in before]
+        same.append(all(torch.equal(*pair) for group in pairs for pair in group))
+        return price(team, turns, *rest)
+
+    monkeypatch.setattr(Team, "price", watch)
+    return same
+
+
+@pytest.mark.parametrize(
+    ("method", "keys"), [(STREAM, "kept"), (STREAM, "fresh"), (SORTED, "fresh")]
+)
+def test_recording_changes_no_bit(
+    method: Method, keys: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = replace(SETTINGS, keys=keys)
+    cold = Run(settings=settings, method=method).go()
+    same = record_before_each_step(monkeypatch)
+    warm = Run(settings=settings, method=method).go()
+    assert len(same) > 10 and all(same)
+    # Rows are padded to other widths, which rounds otherwise.
+    assert price_alike(warm, cold) and warm.score.events == cold.score.events
+
+
+@pytest.fixture
+def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One that traces as inductor does and computes as torch does."""
+    monkeypatch.setattr(compiled, "_inductor", aot_eager)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_a_compiled_team_prices_as_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, record, num_graphs = Run().go(), Team.record, list[int]()
+
+    def watch(team: Team, sizes: Sizes, num_hints: int) -> None:
+        record(team, sizes, num_hints)
+        num_graphs.append(counters["stats"]["unique_graphs"])
+
+    monkeypatch.setattr(Team, "record", watch)
+    before = counters["stats"]["unique_graphs"]
+    same = record_before_each_step(monkeypatch)
+    other = Run(runtime=replace(ALONE, compiled=True)).go()
+    assert price_alike(other, plain) and other.score.events == plain.score.events
+    assert len(same) > 10 and all(same)
+    # Embedding, two layers, the end, and the update: nothing is compiled behind the first.
+    num_graphs.append(counters["stats"]["unique_graphs"])
+    assert {num - before for num in num_graphs} == {5}
+    assert other.score.seconds["warm-up"] > 0 and "warm-up" not in plain.score.seconds
 
 
 class ByTheBook:

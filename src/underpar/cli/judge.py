@@ -52,6 +52,9 @@ def score(
         list[str] | None,
         typer.Option("--set", help="Change a scoring value: levers.lora_ttt.rank=40"),
     ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start over, whatever a stopped score left.")
+    ] = False,
     device: Device = "auto",
     attention: Attention = "auto",
     json: Json = False,
@@ -65,12 +68,14 @@ def score(
     underpar score runs/mine/model.upar --data data --with lora_ttt --order published
 
     Every target is priced before anything learns from it. 'underpar levers' lists the levers of
-    stage infer; settings are the recipe's, or the lever's defaults.
+    stage infer; settings are the recipe's, or the lever's defaults. A score that was stopped or
+    killed continues with the same command, to the same bits; --fresh starts over.
     """
-    from underpar import verbs
+    from underpar import pipeline, verbs
     from underpar.errors import RuleError
     from underpar.runtime import open_runtime
     from underpar.score.method import ADAPT, Method
+    from underpar.score.partial import Stopped
 
     method = Method(tuple(with_ or ()), stride, flat, order, seconds)
     if adapt:
@@ -79,7 +84,14 @@ def score(
         method = replace(ADAPT, seconds=seconds)
     runtime = open_runtime(device)
     choose_attention(attention, runtime)
-    summary = verbs.score(artifact, data, runtime, method, set_ or (), quiet=json)
+    if fresh:
+        pipeline.forget_partial(artifact, method)
+    try:
+        summary = verbs.score(artifact, data, runtime, method, set_ or (), quiet=json)
+    except Stopped as stopped:
+        if runtime.is_main:
+            ERR.print(str(stopped), markup=False, soft_wrap=True)
+        summary = {"finished": False, "method": method.label, "step": stopped.step}
     if runtime.is_main:
         show_summary(json, str(artifact), summary)
 

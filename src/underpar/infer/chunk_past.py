@@ -7,7 +7,8 @@ on the numbers of lanes and of tokens a chunk alone: no step waits for the devic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -122,6 +123,22 @@ class ChunkPast:
         for name, last in other._last.items():
             own = self._last.setdefault(name, last.new_zeros(len(self._lanes), *last.shape[1:]))
             own[lanes] = last
+
+    def state(self) -> dict[str, Any]:
+        """All that was read, between two steps: live tensors."""
+        own = {"lengths": self.lengths, "room": self.room}
+        return {**own, "slots": self._slots, "last": self._last}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state of as many lanes, at the same addresses, or of fewer."""
+        lengths, device = state["lengths"], self.lengths.device
+        if len(lengths) < len(self._lanes):
+            self.keep(self._lanes[: len(lengths)])
+        other = self.empty_like(len(lengths))
+        other.lengths, other.room = lengths.to(device), state["room"]
+        other._slots = {int(slot): cache.to(device) for slot, cache in state["slots"].items()}
+        other._last = {name: last.to(device) for name, last in state["last"].items()}
+        self.put(range(len(lengths)), other)
 
     def keep(self, lanes: Tensor) -> None:
         """Drop all lanes but these, by index, between steps."""

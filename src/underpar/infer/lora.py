@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -180,34 +180,35 @@ class Lora:
         low = torch.bmm(rows, a.mT) * scale  # (L, C, r)
         return torch.baddbmm(given, low, b.mT).flatten(0, 1)
 
-    @torch.no_grad()
-    def update(self, active: Tensor) -> None:
-        """One step of AdamW from the last backward pass in the rows where `active` (L,) is true.
+    def differentiate(self, loss: Tensor) -> Tensor:
+        """Gradients (L, P) of a loss that was computed with all rows attached."""
+        return torch.autograd.grad(loss, self._work)[0]
 
-        The others are left as they are, or with `decay_all` decay.
+    @torch.no_grad()
+    def update(self, active: Tensor, grads: Tensor | None = None) -> None:
+        """One step of AdamW in the rows where `active` (L,) is true.
+
+        The others are left as they are, or with `decay_all` decay; without gradients nothing else
+        may happen.
         """
         own, on = self.settings, active.float()
         self._steps.add_(on)
         # -expm1: 1 - beta2 ** steps without losing digits; 1 in lanes that rest.
         fresh = 1 - on - on * torch.expm1(self._steps * math.log(own.beta2))
         decaying = torch.ones_like(on) if own.decay_all else on
-        self._step((1 - own.beta2) * on, fresh, 1 - own.lr * own.decay * decaying, own.lr * on)
+        factors = ((1 - own.beta2) * on, fresh, 1 - own.lr * own.decay * decaying, own.lr * on)
+        self._step(torch.zeros_like(self._work) if grads is None else grads, *factors)
 
     @torch.no_grad()
     def warm_up(self) -> None:
-        """Have the update compiled: a step from the last backward pass that changes nothing."""
+        """Have the update compiled: a step that changes nothing."""
         ones, zeros = torch.ones_like(self._steps), torch.zeros_like(self._steps)
-        self._step(zeros, ones, ones, zeros)
+        self._step(torch.zeros_like(self._work), zeros, ones, ones, zeros)
 
-    def _step(self, *factors: Tensor) -> None:
-        grads = self._work.grad
-        # Lanes that only decay have none.
-        grads = torch.zeros_like(self._work) if grads is None else grads
+    def _step(self, grads: Tensor, *factors: Tensor) -> None:
         columns = tuple(factor[:, None] for factor in factors)
         work = None if self._work.dtype == self._weights.dtype else self._work.detach()
-        state = (self._weights, self._moments, work)
-        self._descend(state, grads, columns, self.settings.eps)
-        self._work.grad = None
+        self._descend((self._weights, self._moments, work), grads, columns, self.settings.eps)
 
     @torch.no_grad()
     def reset(self, rows: Sequence[int], documents: Sequence[int]) -> None:
@@ -232,6 +233,22 @@ class Lora:
         other = copy.copy(self)
         other.keep(rows)
         return other
+
+    def state(self) -> dict[str, Any]:
+        """All that is learnt, between two steps: live tensors."""
+        own = {"weights": self._weights, "moments": self._moments, "steps": self._steps}
+        return {"lanes": self.lanes, **own}
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state of as many lanes, at the same addresses, or of fewer."""
+        if len(state["lanes"]) < len(self.lanes):
+            self.keep(torch.arange(len(state["lanes"]), device=self._weights.device))
+        self.lanes = state["lanes"]
+        self._weights.copy_(state["weights"])
+        self._moments.copy_(state["moments"])
+        self._steps.copy_(state["steps"])
+        self._work.copy_(self._weights)
 
     def keep(self, rows: Tensor) -> None:
         """Drop all rows but these, by index, after an update."""

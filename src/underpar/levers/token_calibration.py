@@ -31,7 +31,10 @@ LARGEST = 100.0
 
 @dataclass(frozen=True)
 class Settings:
-    """Numbers by class, control and byte pieces first; packing starts from those of the recipe."""
+    """By class, control and byte pieces first. Packing starts from those of the recipe.
+
+    The defaults leave logits as they are.
+    """
 
     scales: tuple[float, ...] = (1.0,) * NUM_CLASSES
     biases: tuple[float, ...] = (0.0,) * NUM_CLASSES
@@ -47,10 +50,6 @@ class Settings:
         require(positive, f"{where}scales = {self.scales}: expected more than 0, up to {LARGEST:g}")
         small = all(abs(bias) <= LARGEST for bias in self.biases)
         require(small, f"{where}biases = {self.biases}: expected -{LARGEST:g} to {LARGEST:g}")
-
-
-# Logits as they are.
-NEUTRAL = Settings()
 
 
 class TokenCalibration:

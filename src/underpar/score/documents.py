@@ -12,7 +12,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from underpar.runtime import Clock, Runtime
 from underpar.score.ledger import Score
 from underpar.score.method import PUBLISHED, STOP_BITS, Method
 from underpar.score.pricing import compile_pricing, price_rows
-from underpar.score.reading import FreshLanes, KeptLanes, Reading
+from underpar.score.reading import FreshLanes, KeptLanes, Reading, Sizes
 from underpar.score.schedule import (
     Chunks,
     Turn,
@@ -38,6 +39,12 @@ from underpar.score.tally import OnCommit, Tally
 from underpar.score.team import Team
 from underpar.seams import Phases
 from underpar.train.dist import from_main, gather_objects
+
+if TYPE_CHECKING:
+    from underpar.score.partial import Partial
+
+# Of windows, below multiples of 256.
+SMALL_WIDTHS = (64, 128)
 
 # (share of the targets done, bits per byte so far)
 OnStep = Callable[[float, float], None]
@@ -74,6 +81,7 @@ class DocumentScorer:
     mixture: Mixture
     phases: Phases | None = None
     on_commit: OnCommit | None = None
+    partial: Partial | None = None
 
     def run(self, method: Method, lora: LaneSettings, on_step: OnStep | None = None) -> Score:
         """The score of the whole shard."""
@@ -87,10 +95,14 @@ class DocumentScorer:
         phases = self.phases.boundaries(self.shard.num_documents) if self.phases else ()
         self._boundaries = list(phases)
         self._ahead: Proposals | None = None
+        self._left: dict[str, Any] | None = None
         self._chunks = Chunks(self.lora.chunk, self.lora.short)
         self._pricing = compile_pricing() if self.runtime.compiled else price_rows
         num_lanes = min(self.lora.lanes, self.shard.num_documents)
         self.mixture.open(num_lanes, int(self._tally.expected.sum()))
+        if method.order == PUBLISHED:
+            self._read_ahead()
+        self._resume()
         if method.order == PUBLISHED:
             self._run_published(num_lanes)
         else:
@@ -108,30 +120,37 @@ class DocumentScorer:
 
     def _run_stream(self, num_lanes: int) -> None:
         team = self._make_team(num_lanes, self._stream_reading(num_lanes))
-        for turns in stream_schedule(self._tally.expected.tolist(), num_lanes, self._chunks):
+        steps = stream_schedule(self._tally.expected.tolist(), num_lanes, self._chunks)
+        for turns in islice(steps, self._num_steps, None):
             self._step(team, turns)
             if self._boundaries and len(self._finished) >= self._boundaries[0]:
                 self._train(sorted(self._finished))
 
-    def _run_published(self, num_lanes: int) -> None:
+    def _read_ahead(self) -> None:
         # Experts followed the file in the records, whatever the order of documents (PR 2135).
         with self.clock.phase("hints" if self.mixture.experts else "score"):
             self._ahead = self.mixture.propose(0, np.asarray(self.shard.tokens[1:]))
+
+    def _run_published(self, num_lanes: int) -> None:
         totals = self._tally.expected.tolist()
         lengths = [total + 1 for total in totals]
         groups = list(published_schedule(totals, lengths, num_lanes, self._chunks))
         # The order in which trained documents are put together: by length.
         place = {d: i for i, d in enumerate(sorted(range(len(lengths)), key=lengths.__getitem__))}
         team: Team | None = None
-        size = 0
+        size, num_done = 0, self._num_steps
         for group in groups:
+            if 0 < len(group.steps) <= num_done:
+                num_done -= len(group.steps)
+                continue
             if team is None or len(group.documents) != size:
                 size = len(group.documents)
                 # Lanes without a document rest: as many as before, so that nothing is compiled.
                 team = self._make_team(num_lanes, self._published_reading(group.chunk))
             team.reading = self._published_reading(group.chunk)
-            for turns in group.steps:
+            for turns in group.steps[num_done:]:
                 self._step(team, turns)
+            num_done = 0
             if self._boundaries and len(self._finished) >= self._boundaries[0]:
                 # Cut to the boundary: the longest are left out (PR 2014).
                 done = sorted(self._finished, key=place.__getitem__)[: self._boundaries[0]]
@@ -150,11 +169,50 @@ class DocumentScorer:
             self.runtime.compiled,
         )
         team = Team(predictor, reading, lora, self._pricing, self.clock)
+        if self._left is not None:
+            team.load(self._left)
+            self._left = None
         if self.runtime.compiled and lanes:
             with self.clock.phase("warm-up"):
-                team.warm_up(self.lora.chunk, len(self.mixture.experts))
+                team.record(self._sizes(reading), len(self.mixture.experts))
                 self.runtime.synchronize()
         return team
+
+    def _sizes(self, reading: Reading) -> Sizes:
+        """Few shapes for all steps: those of chunks, or of windows."""
+        widest, context = max(self._chunks.sizes), self.predictor.context
+        if isinstance(reading, KeptLanes):
+            return Sizes(tuple(sorted(set(self._chunks.sizes))), widest)
+        widths = {min(width, context) for width in (*SMALL_WIDTHS, *range(256, context + 256, 256))}
+        return Sizes(tuple(sorted(widths)), widest)
+
+    def _state(self, team: Team) -> dict[str, Any]:
+        """All that the prices to come depend on, between two steps."""
+        return {
+            "tally": self._tally.state(),
+            "mixture": self.mixture.state(),
+            "team": team.state(),
+            "predictor": self.predictor.state() if self.phases else {},
+            "finished": self._finished,
+            "boundaries": self._boundaries,
+            "stopped_at": self._stopped_at,
+        }
+
+    def _resume(self) -> None:
+        """Go on from what a stopped score left; the first team takes over its lanes."""
+        if self.partial is None or (found := self.partial.find()) is None:
+            return
+        self._num_steps, state = found
+        self._deadline -= self.partial.spent_seconds
+        self._tally.load(state["tally"])
+        self.mixture.load(state["mixture"])
+        self._left = state["team"]
+        if self.phases:
+            self.predictor.load(state["predictor"])
+        self._finished, self._boundaries = state["finished"], state["boundaries"]
+        self._stopped_at = state["stopped_at"]
+        if self._on_step:
+            self._on_step(self._tally.share, self._tally.bpb)
 
     def _own_lanes(self, num_lanes: int) -> range:
         return range(self.runtime.rank, num_lanes, self.runtime.world)
@@ -169,7 +227,7 @@ class DocumentScorer:
             chunk = chunks.by_position(turn.first)
             return fresh_window(turn.first, turn.count, chunk, spec.context)
 
-        return FreshLanes(spec, self._text_of, window_of, device)
+        return FreshLanes(spec, self._text_of, window_of, self.runtime.compiled)
 
     def _published_reading(self, chunk: int) -> FreshLanes:
         spec = self.predictor.model.spec
@@ -177,7 +235,7 @@ class DocumentScorer:
         def window_of(turn: Turn) -> tuple[int, int, int]:
             return published_window(turn.first, turn.count, chunk, spec.context)
 
-        return FreshLanes(spec, self._text_of, window_of, self.predictor.device)
+        return FreshLanes(spec, self._text_of, window_of, self.runtime.compiled)
 
     def _text_of(self, document: int) -> np.ndarray:
         # The BOS behind it is the next one's; the last document has none and no target there.
@@ -196,6 +254,8 @@ class DocumentScorer:
 
     def _step(self, team: Team, turns: Sequence[Turn]) -> None:
         """Predict, commit, then adapt: the same on every rank, but for the lanes it reads."""
+        if self.partial:
+            self.partial.offer(self._num_steps, lambda: self._state(team))
         step, self._num_steps = self._num_steps, self._num_steps + 1
         adapted = not self._is_late(step)
         with self.clock.phase("hints" if self.mixture.experts else "score"):

@@ -18,11 +18,11 @@ from underpar.train.compiled import Regions, mark_sized
 
 
 @dataclass(frozen=True, eq=False)
-class Question:
-    """N inputs, L lanes of C tokens, and n targets among what follows them."""
+class Given:
+    """What a step of L lanes, C tokens each, is given: n targets among N = L * C inputs."""
 
     inputs: Tensor  # (N,), lane by lane
-    past: Past
+    counts: Tensor  # (L,) inputs of a lane that are real
     places: Tensor | None
     """(n,) rows that the targets are predicted from; None: all of them, n = N."""
     wanted: Tensor
@@ -30,16 +30,21 @@ class Question:
     weights: Tensor
     """(n,) of each target in the loss."""
 
+    @property
+    def width(self) -> int:
+        """C."""
+        return len(self.inputs) // len(self.counts)
+
 
 # Log-probabilities (n, 1 + K), and the loss: a sum over targets.
 Answer = tuple[Tensor, Tensor]
-Pricing = Callable[[GPT, Question], Answer]
+Pricing = Callable[[GPT, Given, Past], Answer]
 
 
-def price_rows(model: GPT, question: Question) -> Answer:
+def price_rows(model: GPT, given: Given, past: Past) -> Answer:
     """The answer, computed step by step."""
-    hidden = model.hidden(question.inputs, question.past)
-    return _answer(model, hidden, question.places, question.wanted, question.weights)
+    hidden = model.hidden(given.inputs, past)
+    return _answer(model, hidden, given.places, given.wanted, given.weights)
 
 
 def compile_pricing() -> Pricing:
@@ -53,14 +58,13 @@ def compile_pricing() -> Pricing:
 
     end = regions.region(finish)
 
-    def price(model: GPT, question: Question) -> Answer:
-        places, wanted, weights = question.places, question.wanted, question.weights
-        # A compiler takes sizes of one for constants.
-        if len(question.inputs) < 2 or len(wanted) < 2:
-            return price_rows(model, question)
-        mark_sized(places, wanted, weights)
-        stream = regions.read(model, question.inputs, question.past)
-        answer: Answer = end(model, stream, places, wanted, weights)
+    def price(model: GPT, given: Given, past: Past) -> Answer:
+        # A compiler takes sizes of one for constants: those of a lane, and of all but its last.
+        if min(len(given.inputs), len(given.wanted)) < 3 * len(given.counts):
+            return price_rows(model, given, past)
+        rest = (given.places, given.wanted, given.weights)
+        mark_sized(*rest)
+        answer: Answer = end(model, regions.read(model, given.inputs, past), *rest)
         return answer
 
     return price

@@ -8,19 +8,19 @@ of the moment, as PR 1530 and PR 2014 do: up to a hundred times as many tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from underpar.data.loader import Segments, segments_from_starts
+from underpar.data.loader import Segments
 from underpar.infer.chunk_past import ChunkPast
 from underpar.model.past import PackedPast
 from underpar.recipe import ModelSpec
 from underpar.score.schedule import Turn
-from underpar.seams import Past
 
 # Document -> its tokens, with the BOS that ends it.
 TextOf = Callable[[int], np.ndarray]
@@ -34,11 +34,23 @@ WindowOf = Callable[[Turn], tuple[int, int, int]]
 class Rows:
     """A step's input, L lanes of C tokens, and where its targets are."""
 
-    inputs: Tensor  # (L * C,), lane by lane
-    past: Past
+    inputs: np.ndarray  # (L, C)
+    counts: np.ndarray  # (L,) inputs of a lane that are real
     places: np.ndarray | None
-    """(L, c) rows that the targets are predicted from; None: all of them, c = C."""
+    """(L, c) rows, of all L * C, that the targets are predicted from; None: all, c = C."""
     targets: np.ndarray  # (L, c); behind a lane's last target anything
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The shapes that steps may have: widths C, rising, and the number of targets a lane c."""
+
+    widths: tuple[int, ...]
+    num_targets: int
+
+    def width_for(self, needed: int) -> int:
+        """The smallest width that is wide enough."""
+        return next(width for width in self.widths if width >= needed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +81,8 @@ class KeptLanes:
         self._past = ChunkPast(spec, num_lanes, device)
         # Tokens that each lane's window holds.
         self._held = [0] * num_lanes
-        self._step: Sequence[Turn] = ()
+        # The most that any lane has held.
+        self._farthest = 1
 
     def restart(self, turns: Sequence[Turn]) -> None:
         """Empty the lanes in which a document begins."""
@@ -111,10 +124,11 @@ class KeptLanes:
         for lane, count in zip(again.lanes, again.counts, strict=True):
             self._held[lane] = count
 
-    def rows(self, turns: Sequence[Turn], num_lanes: int) -> Rows:
-        """The next tokens of each lane, padded to the largest turn."""
+    def rows(self, turns: Sequence[Turn], num_lanes: int, sizes: Sizes | None = None) -> Rows:
+        """The next tokens of each lane, padded to the largest turn or to the next of `sizes`."""
         assert num_lanes == len(self._held)
         width = max(turn.count for turn in turns)
+        width = sizes.width_for(width) if sizes else width
         inputs = np.zeros((num_lanes, width), dtype=np.int64)
         targets = np.zeros_like(inputs)
         counts = np.zeros(num_lanes, dtype=np.int64)
@@ -122,91 +136,94 @@ class KeptLanes:
             text = self._text_of(turn.document)[turn.first : turn.first + turn.count + 1]
             inputs[turn.lane, : turn.count], targets[turn.lane, : turn.count] = text[:-1], text[1:]
             counts[turn.lane] = turn.count
-        farthest = max(self._held[turn.lane] + turn.count for turn in turns)
-        self._past.begin(upload(counts, self._device), width, farthest)
-        self._step = turns
-        return Rows(
-            upload(inputs.ravel(), self._device),
-            self._past,
-            None,
-            targets,
-        )
+            self._held[turn.lane] += turn.count
+        self._farthest = max(self._farthest, *(self._held[turn.lane] for turn in turns))
+        return Rows(inputs, counts, None, targets)
 
     def rehearsal(self, num_lanes: int, width: int) -> Rows:
-        """A step in which no lane reads anything, `width` tokens wide, for `forget` to end."""
-        counts = torch.zeros(num_lanes, dtype=torch.long, device=self._device)
-        self._past.begin(counts, width, self._context)
-        inputs = np.zeros((num_lanes, width), dtype=np.int64)
-        return Rows(upload(inputs.ravel(), self._device), self._past, None, inputs)
+        """A step in which no lane reads anything, after which there is room for every other."""
+        self._farthest = self._context
+        empty = np.zeros((num_lanes, width), dtype=np.int64)
+        return Rows(empty, np.zeros(num_lanes, dtype=np.int64), None, empty)
 
-    def forget(self) -> None:
-        """Leave the step as if it had not been."""
-        self._past.forget()
+    def past(self, counts: Tensor, width: int) -> ChunkPast:
+        """What is read before and in a step of `counts` (L,) tokens, on the device."""
+        self._past.begin(counts, width, self._farthest)
+        return self._past
 
-    def done(self) -> None:
-        """Keep what the step computed."""
+    def commit(self) -> None:
+        """Keep what the step computed, on the device."""
         self._past.commit()
-        for turn in self._step:
-            self._held[turn.lane] += turn.count
 
     def keep(self, lanes: Sequence[int]) -> None:
         """Go on with these lanes only, in this order."""
         self._past.keep(torch.tensor(lanes, device=self._device))
         self._held = [self._held[lane] for lane in lanes]
 
+    def state(self) -> dict[str, Any]:
+        """What lanes have read, between two steps."""
+        return {"held": self._held, "past": self._past.state()}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state, with the lanes that it has."""
+        self._held = state["held"]
+        self._farthest = max([self._farthest, *self._held])
+        self._past.load(state["past"])
+
 
 class FreshLanes:
     """The whole window is read again for every chunk (PR 1530)."""
 
     def __init__(
-        self, spec: ModelSpec, text_of: TextOf, window_of: WindowOf, device: torch.device
+        self, spec: ModelSpec, text_of: TextOf, window_of: WindowOf, one_bound: bool = False
     ) -> None:
+        """`one_bound`: rows are bounded by the context, whatever their width, for one graph."""
         self._context = spec.context
         self._text_of = text_of
         self._window_of = window_of
-        self._device = device
+        self._one_bound = one_bound
 
-    def rows(self, turns: Sequence[Turn], num_lanes: int) -> Rows:
-        """The window of each turn, padded to the longest."""
+    def rows(self, turns: Sequence[Turn], num_lanes: int, sizes: Sizes | None = None) -> Rows:
+        """The window of each turn, padded to the longest or to the next of `sizes`."""
         windows = [self._window_of(turn) for turn in turns]
         width = max(length for _, length, _ in windows)
+        width = sizes.width_for(width) if sizes else width
+        num_targets = sizes.num_targets if sizes else max(turn.count for turn in turns)
         inputs = np.zeros((num_lanes, width), dtype=np.int64)
-        places = np.zeros((num_lanes, max(turn.count for turn in turns)), dtype=np.int64)
+        counts = np.zeros(num_lanes, dtype=np.int64)
+        places = np.zeros((num_lanes, num_targets), dtype=np.int64)
         targets = np.zeros_like(places)
         for turn, (start, length, offset) in zip(turns, windows, strict=True):
             text = self._text_of(turn.document)[start : start + length + 1]
             inputs[turn.lane, :length] = text[:-1]
+            counts[turn.lane] = length
             own = np.arange(offset, length)
             places[turn.lane, : turn.count] = turn.lane * width + own
             targets[turn.lane, : turn.count] = text[own + 1]
-        return self._rows(inputs, places, targets)
+        return Rows(inputs, counts, places, targets)
 
     def rehearsal(self, num_lanes: int, width: int) -> Rows:
         """Rows of `width` tokens that no document has."""
-        inputs = np.zeros((num_lanes, width), dtype=np.int64)
-        return self._rows(inputs, np.arange(inputs.size).reshape(inputs.shape), inputs)
+        empty = np.zeros((num_lanes, width), dtype=np.int64)
+        return Rows(empty, np.zeros(num_lanes, dtype=np.int64), empty, empty)
 
-    def _rows(self, inputs: np.ndarray, places: np.ndarray, targets: np.ndarray) -> Rows:
-        num_lanes, width = inputs.shape
-        segments = segments_from_starts(
-            np.arange(0, inputs.size, width), inputs.size, self._context
-        )
-        if self._device.type == "cuda":
-            # A bound that is the same for all widths: a graph is compiled for it.
-            segments = replace(segments, max_len=self._context)
-        past = RowsPast(self._to_device(segments), num_lanes)
-        return Rows(upload(inputs.ravel(), self._device), past, places, targets)
+    def past(self, counts: Tensor, width: int) -> RowsPast:
+        """Rows of `width` tokens, on the device."""
+        num_lanes, device = len(counts), counts.device
+        cu = torch.arange(num_lanes + 1, dtype=torch.int32, device=device) * width
+        positions = torch.arange(width, device=device).repeat(num_lanes)
+        longest = self._context if self._one_bound else width
+        return RowsPast(Segments(cu, longest, positions, self._context), num_lanes)
 
-    def _to_device(self, segments: Segments) -> Segments:
-        if self._device.type != "cuda":
-            return segments
-        return segments.pin().to(self._device, non_blocking=True)
-
-    def done(self) -> None:
+    def commit(self) -> None:
         """Nothing is kept."""
 
-    def forget(self) -> None:
-        """Nothing was kept."""
+    def state(self) -> dict[str, Any]:
+        """Nothing is kept."""
+        return {}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Nothing to put back."""
 
 
 class RowsPast(PackedPast):

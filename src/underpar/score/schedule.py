@@ -39,6 +39,11 @@ class Chunks:
         """The size of every chunk of a document of `doc_len` tokens, both BOS counted (PR 2014)."""
         return next((size for limit, size in self._entries if doc_len <= limit), self.default)
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """All sizes that a chunk may have."""
+        return (*(size for _, size in self._entries), self.default)
+
     @cached_property
     def _entries(self) -> list[tuple[int, int]]:
         return sorted(_parse_entry(text) for text in self.short)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -32,6 +34,9 @@ from underpar.score.windows import (
 )
 from underpar.seams import BOS_ID
 from underpar.train.dist import from_main, gather_objects
+
+if TYPE_CHECKING:
+    from underpar.score.partial import Partial
 
 # Targets after which mixers learn.
 SETTLE_EVERY = 1024
@@ -63,6 +68,7 @@ class Scorer:
     clock: Clock
     mixture: Mixture = field(default_factory=lambda: Mixture([]))
     on_commit: OnCommit | None = None
+    partial: Partial | None = None
 
     def run(
         self,
@@ -76,15 +82,18 @@ class Scorer:
         self._check(method, adapt)
         self._tally = tally = Tally(self.shard, self.on_commit)
         self._part = part
+        self._stopped_at = -1
         self.mixture.open(1, int(tally.expected.sum()))
-        deadline = time.monotonic() + method.seconds if method.seconds else float("inf")
-        stopped_at = -1
-        for index, units in enumerate(self._rounds(method, adapt)):
-            if adapt and stopped_at < 0 and self._is_after(deadline):
-                stopped_at = index
+        self._deadline = time.monotonic() + method.seconds if method.seconds else float("inf")
+        first = self._resume(on_chunk)
+        for index, units in islice(enumerate(self._rounds(method, adapt)), first, None):
+            if self.partial:
+                self.partial.offer(index, lambda: self._state(adapt))
+            if adapt and self._stopped_at < 0 and self._is_late():
+                self._stopped_at = index
                 tally.note("stop", index, units[0].documents[0])
             batch = self._round(units)
-            if adapt and stopped_at < 0:
+            if adapt and self._stopped_at < 0:
                 assert batch is not None
                 with self.clock.phase("adapt"):
                     self.adapt(batch, units[0].documents)
@@ -96,10 +105,31 @@ class Scorer:
             self.clock.read(),
             tally.events,
             method.order,
-            stopped_at,
-            STOP_BITS if stopped_at >= 0 else 0.0,
+            self._stopped_at,
+            STOP_BITS if self._stopped_at >= 0 else 0.0,
             method.as_dict(),
         )
+
+    def _state(self, adapt: bool) -> dict[str, Any]:
+        """All that the prices to come depend on, between two rounds."""
+        own = {"tally": self._tally.state(), "mixture": self.mixture.state()}
+        learnt = self.predictor.state() if adapt else {}
+        return {**own, "predictor": learnt, "stopped_at": self._stopped_at}
+
+    def _resume(self, on_chunk: OnChunk | None) -> int:
+        """Go on from what a stopped score left; returns the first round to price."""
+        if self.partial is None or (found := self.partial.find()) is None:
+            return 0
+        index, state = found
+        self._deadline -= self.partial.spent_seconds
+        self._tally.load(state["tally"])
+        self.mixture.load(state["mixture"])
+        if state["predictor"]:
+            self.predictor.load(state["predictor"])
+        self._stopped_at = state["stopped_at"]
+        if on_chunk:
+            on_chunk(self._tally.share, self._tally.bpb)
+        return index
 
     def _check(self, method: Method, adapt: bool) -> None:
         if adapt and not self.predictor.can_adapt:
@@ -111,8 +141,8 @@ class Scorer:
         if method.flat and not method.stride:
             raise RuleError("--flat is for sliding windows: give --stride")
 
-    def _is_after(self, deadline: float) -> bool:
-        return bool(from_main(float(time.monotonic() > deadline), self.runtime))
+    def _is_late(self) -> bool:
+        return bool(from_main(float(time.monotonic() > self._deadline), self.runtime))
 
     def _rounds(self, method: Method, adapt: bool) -> Iterator[list[Unit]]:
         """Units of the stream, one for each rank at a time."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -70,6 +71,15 @@ class Tally:
         # A last document that is a BOS alone has nothing to wait for.
         known = np.where(self.expected > 0, self._priced / np.maximum(1, self.expected), 1.0)
         return float(self._bits.sum() / max(1.0, float((known * self._shard.doc_bytes).sum())))
+
+    def state(self) -> dict[str, Any]:
+        """What was entered and done so far."""
+        return {"bits": self._bits, "priced": self._priced, "events": self.events}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state of the same shard."""
+        self._bits, self._priced = state["bits"], state["priced"]
+        self.events = [(kind, first, last) for kind, first, last in state["events"]]
 
     def entries(self) -> list[Entry]:
         """One entry for each document, in the order of the file; all of them must be priced."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,8 +15,9 @@ from underpar.infer.lora import Lora
 from underpar.infer.predictor import Predictor
 from underpar.infer.sgd import products
 from underpar.runtime import Clock
-from underpar.score.pricing import Pricing, Question, price_rows
-from underpar.score.reading import KeptLanes, Reading, Rows, upload
+from underpar.score.pricing import Answer, Given, Pricing, price_rows
+from underpar.score.reading import KeptLanes, Reading, Rows, Sizes, upload
+from underpar.score.recorded import RecordedStep
 from underpar.score.schedule import Turn
 
 # Lane -> tokens (count, K) that experts propose for the targets of its turn; -1 for none.
@@ -33,8 +35,10 @@ class Team:
         self._lora = lora
         self._pricing = pricing
         self._clock = clock
-        self._has_gradients = False
+        self._grads: Tensor | None = None
         self._has_priced = False
+        self._sizes: Sizes | None = None
+        self._recorded: dict[int, RecordedStep] = {}
 
     @property
     def lanes(self) -> Sequence[int]:
@@ -49,11 +53,11 @@ class Team:
     def shrink(self, turns: Sequence[Turn]) -> None:
         """Drop the lanes that take no part in `turns`, if they are half of all or more.
 
-        A lane without a turn has none to come: documents have run out. What is compiled is so for
+        A lane without a turn has none to come: documents have run out. What is recorded is so for
         a number of lanes, and keeps it.
         """
         active = [turn.lane for turn in turns]
-        few = 0 < len(active) <= len(self.lanes) // 2 and self._pricing is price_rows
+        few = 0 < len(active) <= len(self.lanes) // 2 and not self._recorded
         if few and isinstance(self.reading, KeptLanes):
             self.reading.keep(active)
             self._lora.keep(torch.tensor(active, device=self._predictor.device))
@@ -75,46 +79,76 @@ class Team:
         gradients of their loss are computed; only `learn` makes anything of them.
         """
         self._read_again(turns, adapted)
-        rows = self.reading.rows(turns, len(self.lanes))
-        wanted = self._wanted(rows.targets, turns, hints)  # (L, c, 1 + K)
         learns = adapted and any(not turn.is_last for turn in turns)
-        question = self._question(rows, wanted, self._weights(rows.targets, turns))
-        with torch.set_grad_enabled(learns), self._adapters(adapted), self._products():
-            price = self._pricing if learns else price_rows
-            log_p, loss = price(self._predictor.model, question)
-        self.reading.done()
-        prices = Download(log_p.detach())
+        rows = self.reading.rows(turns, len(self.lanes), self._sizes if learns else None)
+        wanted = self._wanted(rows.targets, turns, hints)  # (L, c, 1 + K)
+        given = self._given(rows, wanted, self._weights(rows.targets, turns))
+        step = self._recorded.get(given.width) if learns else None
+        if step is not None:
+            prices = Download(step.price(given))
+        else:
+            log_p, loss = self._ask(given, adapted, learns)
+            prices = Download(log_p.detach())
+        self._grads, self._has_priced = None, True
         if learns:
             with self._clock.phase("adapt"):
-                loss.backward()
-        self._has_gradients, self._has_priced = learns, True
+                self._grads = step.gradients() if step else self._lora.differentiate(loss)
         found = prices.wait().double().numpy().reshape(wanted.shape)
         return {self.lanes[turn.lane]: found[turn.lane, : turn.count] for turn in turns}
 
+    def _ask(self, given: Given, adapted: bool = True, learns: bool = True) -> Answer:
+        """What the model says; lanes go on behind what they were given."""
+        price = self._pricing if learns else price_rows
+        with torch.set_grad_enabled(learns), self._adapters(adapted), self._products():
+            past = self.reading.past(given.counts, given.width)
+            answer = price(self._predictor.model, given, past)
+        self.reading.commit()
+        return answer
+
     def learn(self, turns: Sequence[Turn]) -> None:
         """One step of each lane whose document goes on, from the loss of what was priced last."""
-        if not self._has_gradients and not (self._has_priced and self._lora.settings.decay_all):
+        if self._grads is None and not (self._has_priced and self._lora.settings.decay_all):
             return
-        self._has_gradients = False
         goes_on = np.zeros(len(self.lanes), dtype=np.bool_)
         goes_on[[turn.lane for turn in turns if not turn.is_last]] = True
-        self._lora.update(upload(goes_on, self._predictor.device))
+        self._lora.update(upload(goes_on, self._predictor.device), self._grads)
+        self._grads = None
 
-    def warm_up(self, width: int, num_hints: int) -> None:
-        """Compile what steps need, on `width` tokens a lane; nothing is kept, learnt or drawn."""
-        model, shape = self._predictor.model, (len(self.lanes), width)
+    def record(self, sizes: Sizes, num_hints: int) -> None:
+        """Compile and record steps of these sizes; nothing is kept, learnt or drawn by it."""
+        self._sizes = sizes
+        pool = None
+        if self._predictor.device.type == "cuda":
+            pool = torch.cuda.graph_pool_handle()
+        for width in reversed(sizes.widths):
+            given = self._rehearsal(width, num_hints)
+            if not self._recorded:
+                # Plain first: it makes what a compiled pass finds.
+                self._ask(given, learns=False)
+            step = RecordedStep(self._ask, self._lora.differentiate, given, pool)
+            self._recorded[width] = step
+        self._lora.warm_up()
+
+    def _rehearsal(self, width: int, num_hints: int) -> Given:
+        """A step in which nobody reads anything."""
+        rows = self.reading.rehearsal(len(self.lanes), width)
+        assert self._sizes is not None
+        num_targets = width if rows.places is None else self._sizes.num_targets
+        shape = (len(self.lanes), num_targets)
+        places = None if rows.places is None else np.zeros(shape, dtype=np.int64)
         wanted = np.zeros((*shape, 1 + num_hints), dtype=np.int64)
-        # Plain first: it makes what a compiled pass finds.
-        for price in (price_rows, self._pricing):
-            rows = self.reading.rehearsal(*shape)
-            question = self._question(rows, wanted, np.zeros(shape, dtype=np.float32))
-            learns = torch.set_grad_enabled(price is not price_rows)
-            with learns, self._adapters(True), self._products():
-                _, loss = price(model, question)
-            if loss.requires_grad:
-                loss.backward()
-                self._lora.warm_up()
-        self.reading.forget()
+        return self._given(replace(rows, places=places), wanted, np.zeros(shape, dtype=np.float32))
+
+    def state(self) -> dict[str, Any]:
+        """What lanes have read and learnt, between two steps."""
+        own = {"reading": self.reading.state(), "lora": self._lora.state()}
+        return {**own, "has_priced": self._has_priced}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state, with the lanes that it has."""
+        self.reading.load(state["reading"])
+        self._lora.load(state["lora"])
+        self._has_priced = state["has_priced"]
 
     def _read_again(self, turns: Sequence[Turn], adapted: bool) -> None:
         if not isinstance(self.reading, KeptLanes):
@@ -135,11 +169,15 @@ class Team:
     ) -> AbstractContextManager[object]:
         return self._lora.attached(rows) if adapted else nullcontext()
 
-    def _question(self, rows: Rows, wanted: np.ndarray, weights: np.ndarray) -> Question:
+    def _given(self, rows: Rows, wanted: np.ndarray, weights: np.ndarray) -> Given:
         device = self._predictor.device
-        places = None if rows.places is None else upload(rows.places.ravel(), device)
-        tokens = upload(wanted.reshape(-1, wanted.shape[-1]), device)
-        return Question(rows.inputs, rows.past, places, tokens, upload(weights.ravel(), device))
+        return Given(
+            upload(rows.inputs.ravel(), device),
+            upload(rows.counts, device),
+            None if rows.places is None else upload(rows.places.ravel(), device),
+            upload(wanted.reshape(-1, wanted.shape[-1]), device),
+            upload(weights.ravel(), device),
+        )
 
     def _wanted(self, targets: np.ndarray, turns: Sequence[Turn], hints: Hints) -> np.ndarray:
         """(L, c, 1 + K) targets and hints."""

@@ -40,7 +40,7 @@ def attend_lanes(
     assert q.dtype == k.dtype == v.dtype == cache.dtype and q.size(1) % k.size(1) == 0
     assert q.size(0) % cache.size(1) == 0 and window >= 0
     own = torch.ops.underpar.attend_lanes
-    out: Tensor = own(q, k, v, cache, place.starts, place.counts, window)[0]
+    out: Tensor = own(q, k, v, cache, list(place), window)[0]
     return out
 
 
@@ -48,23 +48,22 @@ def attend_lanes(
 # write the same again changes nothing.
 define(
     "underpar::attend_lanes",
-    "(Tensor q, Tensor k, Tensor v, Tensor cache, Tensor starts, Tensor counts, int window)"
-    " -> (Tensor, Tensor)",
+    "(Tensor q, Tensor k, Tensor v, Tensor cache, Tensor[] place, int window) -> (Tensor, Tensor)",
 )
 define(
     "underpar::attend_lanes_backward",
-    "(Tensor grad, Tensor[] saved, Tensor cache, Tensor starts, Tensor counts, int window)"
+    "(Tensor grad, Tensor[] saved, Tensor cache, Tensor[] place, int window)"
     " -> (Tensor, Tensor, Tensor)",
 )
 
 
 @impl("underpar::attend_lanes", "CompositeExplicitAutograd")
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, cache: Tensor, starts: Tensor, counts: Tensor, window: int
+    q: Tensor, k: Tensor, v: Tensor, cache: Tensor, place: list[Tensor], window: int
 ) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
-        _write(cache, k, v, starts)
-    return _backend(q).forward(q.contiguous(), cache, Place(starts, counts), window)
+        _write(cache, k, v, place[0])
+    return _backend(q).forward(q.contiguous(), cache, Place(*place), window)
 
 
 def _write(cache: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> None:
@@ -88,50 +87,40 @@ def _backend(q: Tensor) -> Any:
 
 @register_fake("underpar::attend_lanes")
 def _(
-    q: Tensor, k: Tensor, v: Tensor, cache: Tensor, starts: Tensor, counts: Tensor, window: int
+    q: Tensor, k: Tensor, v: Tensor, cache: Tensor, place: list[Tensor], window: int
 ) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
 @impl("underpar::attend_lanes_backward", "CompositeExplicitAutograd")
 def _attend_backward(
-    grad: Tensor,
-    saved: list[Tensor],
-    cache: Tensor,
-    starts: Tensor,
-    counts: Tensor,
-    window: int,
+    grad: Tensor, saved: list[Tensor], cache: Tensor, place: list[Tensor], window: int
 ) -> Gradients:
     found: Gradients = _backend(grad).backward(
-        grad.contiguous(), saved, cache, Place(starts, counts), window
+        grad.contiguous(), saved, cache, Place(*place), window
     )
     return found
 
 
 @register_fake("underpar::attend_lanes_backward")
 def _(
-    grad: Tensor,
-    saved: list[Tensor],
-    cache: Tensor,
-    starts: Tensor,
-    counts: Tensor,
-    window: int,
+    grad: Tensor, saved: list[Tensor], cache: Tensor, place: list[Tensor], window: int
 ) -> Gradients:
     shape = (grad.size(0), *cache.shape[3:])
     return grad.new_empty(grad.shape), grad.new_empty(shape), grad.new_empty(shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, _, _, cache, starts, counts, ctx.window = inputs
-    ctx.save_for_backward(q, *output, cache, starts, counts)
+    q, _, _, cache, place, ctx.window = inputs
+    ctx.save_for_backward(q, *output, cache, *place)
     ctx.mark_non_differentiable(output[1])
 
 
-def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    *saved, cache, starts, counts = ctx.saved_tensors
+def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | list[None] | None, ...]:
+    q, out, lse, cache, *place = ctx.saved_tensors
     own = torch.ops.underpar.attend_lanes_backward
-    gradients = own(grad, saved, cache, starts, counts, ctx.window)
-    return *gradients, None, None, None, None
+    gradients = own(grad, [q, out, lse], cache, place, ctx.window)
+    return *gradients, None, [None] * len(place), None
 
 
 register_autograd("underpar::attend_lanes", _differentiate, setup_context=_save)

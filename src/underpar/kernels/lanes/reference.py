@@ -26,8 +26,9 @@ def backward(
 ) -> Gradients:
     """Gradients of queries (N, H, D), and of the step's own keys and values (N, K, D)."""
     span = _span(cache, place)
-    q, keys, values = (t.detach().requires_grad_() for t in (saved[0], *cache[:, :, :span]))
-    with torch.enable_grad():
+    # Inside an operator torch may record nothing; leaving inference mode makes it record again.
+    with torch.inference_mode(False), torch.enable_grad():
+        q, keys, values = (t.detach().requires_grad_() for t in (saved[0], *cache[:, :, :span]))
         out = _attend(q, keys, values, place, window)
         dq, *kept = torch.autograd.grad(out, (q, keys, values), grad)
     width = len(grad) // len(place.starts)
@@ -60,10 +61,11 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, place: Place, window: int) 
     bias = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device)
     bias = bias.masked_fill_(hidden, -math.inf)[:, :, None].expand(-1, -1, group, -1)
     # Heads that share keys become further queries: no kernel for groups takes a mask.
-    y = F.scaled_dot_product_attention(
-        rows.flatten(2, 3),
-        keys.transpose(1, 2),
-        values.transpose(1, 2),
-        attn_mask=bias.flatten(1, 2)[:, None],
-    )
+    with torch.autocast(q.device.type, enabled=False):
+        y = F.scaled_dot_product_attention(
+            rows.flatten(2, 3),
+            keys.transpose(1, 2),
+            values.transpose(1, 2),
+            attn_mask=bias.flatten(1, 2)[:, None],
+        )
     return y.unflatten(2, (width, -1)).transpose(1, 2).reshape(q.shape)
