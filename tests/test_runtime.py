@@ -120,7 +120,7 @@ def test_a_run_says_what_each_of_its_starts_took(
 ) -> None:
     age = [3.0]
     monkeypatch.setattr(loop, "process_age_seconds", lambda: age[0])
-    monkeypatch.setattr(loop, "compile_loss", lambda: mean_loss)
+    monkeypatch.setattr(loop, "CompiledLoss", lambda: mean_loss)
 
     def warm_up(*_: object) -> None:
         age[0] += 40.0

@@ -13,7 +13,7 @@ from underpar.data.shards import Shard
 from underpar.errors import RecipeError, RuleError
 from underpar.infer.tilt import Mixture
 from underpar.recipe import Recipe, Tree, from_tree, merge, nearest, parse_override, to_tree
-from underpar.runtime import Clock, Runtime
+from underpar.runtime import Clock, Runtime, warm_compiler
 from underpar.score.ledger import Score
 from underpar.score.method import ADAPT, PUBLISHED, Method, method_from_dict
 from underpar.score.score import Scorer
@@ -91,6 +91,8 @@ def run_method(artifact: Artifact, shard: Shard, way: Way) -> Score:
     _check(method, levers)
     adapters = having(levers, "parameters")
     mixture = Mixture(having(levers, "propose"))
+    if having(levers, "lora"):
+        warm_compiler(runtime)
     predictor = build_predictor(artifact, runtime.device, adapters, runtime.dtype)
     for lever in having(levers, "classes"):
         lever.attach(predictor.model)

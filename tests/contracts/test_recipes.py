@@ -21,7 +21,7 @@ from underpar.recipe import Recipe, list_recipes, load_recipe
 from underpar.run import RunFolder
 from underpar.runtime import Runtime
 from underpar.seams import MODEL_SEAMS, SINGLE_SEAMS
-from underpar.train.compiled import compile_loss
+from underpar.train.compiled import CompiledLoss
 from underpar.train.loop import Trainer
 from underpar.train.step import mean_loss
 
@@ -171,7 +171,7 @@ def test_inductor_equals_eager_on_pr2014() -> None:
     model = randomized(load_recipe("pr2014+cpu")).train()
     batch = batch_of([25, 60], 128)
     results = []
-    for loss_of in (mean_loss, compile_loss()):
+    for loss_of in (mean_loss, CompiledLoss()):
         model.zero_grad()
         loss = loss_of(model, batch)
         loss.backward()

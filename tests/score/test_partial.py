@@ -126,7 +126,7 @@ def test_so_it_is_where_steps_are_recorded(
     name: str, artifact: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Recorded, but not compiled: that would take a minute.
-    monkeypatch.setattr(documents, "compile_pricing", lambda: price_rows)
+    monkeypatch.setattr(documents, "CompiledPricing", lambda: price_rows)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     check_every_step(name, artifact, tmp_path, Runtime(CPU, compiled=True))
 

@@ -14,7 +14,7 @@ from underpar.infer.lora import Lora
 from underpar.levers.lora_ttt import Settings
 from underpar.model.gpt import GPT
 from underpar.recipe import load_recipe
-from underpar.score.pricing import Given, Pricing, compile_pricing, price_rows
+from underpar.score.pricing import CompiledPricing, Given, Pricing, price_rows
 from underpar.score.reading import FreshLanes, KeptLanes, Reading, Rows
 from underpar.score.schedule import Turn
 from underpar.train import compiled
@@ -111,7 +111,7 @@ def answer_both(
 
 @KEYS
 def test_all_widths_are_one_set_of_graphs(model: GPT, keys: str) -> None:
-    price, lora = compile_pricing(), make_lora(model, NUM_LANES)
+    price, lora = CompiledPricing(), make_lora(model, NUM_LANES)
     lanes = make_reading(model, keys, NUM_LANES), make_reading(model, keys, NUM_LANES)
     # Plain first: it makes what a compiled pass finds.
     for pricing in (price_rows, price):
@@ -135,7 +135,7 @@ def test_all_widths_are_one_set_of_graphs(model: GPT, keys: str) -> None:
 def test_a_token_or_two_are_not_compiled(model: GPT, keys: str, num_lanes: int, width: int) -> None:
     lora = make_lora(model, num_lanes)
     lanes = make_reading(model, keys, num_lanes), make_reading(model, keys, num_lanes)
-    price = compile_pricing()
+    price = CompiledPricing()
     # Rows that are read again have more tokens in the second step, and no more targets.
     for first in (0, width):
         turns = [Turn(lane, lane, first, width, False) for lane in range(num_lanes)]

@@ -14,7 +14,7 @@ from lever_stacks import batch_of, randomized
 from underpar.model.gpt import GPT
 from underpar.recipe import load_recipe
 from underpar.train import compiled
-from underpar.train.compiled import Sharing, compile_loss, take_rows_out
+from underpar.train.compiled import CompiledLoss, Sharing, take_rows_out
 from underpar.train.step import LossOf, mean_loss
 
 SLOW = pytest.mark.slow
@@ -96,7 +96,7 @@ def passes(request: pytest.FixtureRequest, compiler: Compiler) -> tuple[str, lis
     model = randomized(load_recipe(f"{request.param}+cpu", sets)).train()
     torch._dynamo.reset()
     compiler.num_graphs = 0
-    loss_of = compile_loss()
+    loss_of = CompiledLoss()
     made = []
     for p in ENDS:
         model.set_progress(p)
@@ -145,7 +145,7 @@ def small_model() -> GPT:
 
 
 def test_weights_that_moved_are_seen() -> None:
-    model, loss_of = small_model(), compile_loss()
+    model, loss_of = small_model(), CompiledLoss()
     losses = [assert_plain(loss_of, model)]
     rows = model.levers["x0_mix"].get_parameter("weight")
     with torch.no_grad():
@@ -161,7 +161,7 @@ def test_two_losses_share_nothing(compiler: Compiler) -> None:
     one, other = small_model(), small_model()
     with torch.no_grad():
         other.embedding.weight.mul_(0.5)
-    first, second = compile_loss(), compile_loss()
+    first, second = CompiledLoss(), CompiledLoss()
     losses = [assert_plain(first, one)]
     # Embedding, layers and loss, once for each.
     assert compiler.num_graphs == 3

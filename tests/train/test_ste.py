@@ -321,7 +321,7 @@ def test_compiled_it_acts_without_another_graph(
         assert grad is not None
         return grad.clone()
 
-    loss_of = compiled.compile_loss()
+    loss_of = compiled.CompiledLoss()
     before = gradient(loss_of, 0.0)
     num_graphs = len(graphs)
     after = gradient(loss_of, 0.6)

@@ -21,7 +21,7 @@ from underpar.kernels.attention import backend_of
 from underpar.model.gpt import GPT
 from underpar.recipe import TrainPart
 from underpar.runtime import Runtime
-from underpar.train.compiled import compile_loss
+from underpar.train.compiled import CompiledLoss
 from underpar.train.optimizer import Optimizer
 from underpar.train.step import accumulate, mean_loss, step_of
 
@@ -111,7 +111,7 @@ class _Training:
             made_up_batch(micro, model.spec.vocab_size, rng, part.order)
             for micro in cycle(self.plan)
         )
-        self._loss_of = compile_loss() if runtime.compiled else mean_loss
+        self._loss_of = CompiledLoss() if runtime.compiled else mean_loss
 
     def step(self, p: float) -> Tensor:
         """One step at progress p; its loss."""

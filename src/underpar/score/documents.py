@@ -25,7 +25,7 @@ from underpar.infer.tilt import Mixture, join
 from underpar.runtime import Clock, Runtime
 from underpar.score.ledger import Score
 from underpar.score.method import PUBLISHED, STOP_BITS, Method
-from underpar.score.pricing import compile_pricing, price_rows
+from underpar.score.pricing import CompiledPricing, price_rows
 from underpar.score.reading import FreshLanes, KeptLanes, Reading, Sizes
 from underpar.score.schedule import (
     Chunks,
@@ -97,7 +97,7 @@ class DocumentScorer:
         self._ahead: Proposals | None = None
         self._left: dict[str, Any] | None = None
         self._chunks = Chunks(self.lora.chunk, self.lora.short)
-        self._pricing = compile_pricing() if self.runtime.compiled else price_rows
+        self._pricing = CompiledPricing() if self.runtime.compiled else price_rows
         num_lanes = min(self.lora.lanes, self.shard.num_documents)
         self.mixture.open(num_lanes, int(self._tally.expected.sum()))
         if method.order == PUBLISHED:

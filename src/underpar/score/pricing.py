@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from underpar.model.gpt import GPT
-from underpar.seams import Past
+from underpar.seams import Past, Stream
 from underpar.train.compiled import Regions, mark_sized
 
 
@@ -47,27 +47,28 @@ def price_rows(model: GPT, given: Given, past: Past) -> Answer:
     return _answer(model, hidden, given.places, given.wanted, given.weights)
 
 
-def compile_pricing() -> Pricing:
-    """The same, compiled; traces belong to what is returned."""
-    regions = Regions(vary=True)
+class CompiledPricing:
+    """The same, compiled."""
 
-    def finish(
-        model: GPT, stream: object, places: Tensor | None, wanted: Tensor, weights: Tensor
-    ) -> Answer:
-        return _answer(model, model.finish(stream), places, wanted, weights)  # type: ignore[arg-type]
+    def __init__(self) -> None:
+        self.regions = Regions(vary=True)
+        self._end = self.regions.region(_finish)
 
-    end = regions.region(finish)
-
-    def price(model: GPT, given: Given, past: Past) -> Answer:
+    def __call__(self, model: GPT, given: Given, past: Past) -> Answer:
+        """The answer."""
         # A compiler takes sizes of one for constants: those of a lane, and of all but its last.
         if min(len(given.inputs), len(given.wanted)) < 3 * len(given.counts):
             return price_rows(model, given, past)
         rest = (given.places, given.wanted, given.weights)
         mark_sized(*rest)
-        answer: Answer = end(model, regions.read(model, given.inputs, past), *rest)
+        answer: Answer = self._end(model, self.regions.read(model, given.inputs, past), *rest)
         return answer
 
-    return price
+
+def _finish(
+    model: GPT, stream: Stream, places: Tensor | None, wanted: Tensor, weights: Tensor
+) -> Answer:
+    return _answer(model, model.finish(stream), places, wanted, weights)
 
 
 def _answer(

@@ -15,7 +15,7 @@ from underpar.infer.lora import Lora
 from underpar.infer.predictor import Predictor
 from underpar.infer.sgd import products
 from underpar.runtime import Clock
-from underpar.score.pricing import Answer, Given, Pricing, price_rows
+from underpar.score.pricing import Answer, CompiledPricing, Given, Pricing, price_rows
 from underpar.score.reading import KeptLanes, Reading, Rows, Sizes, upload
 from underpar.score.recorded import RecordedStep
 from underpar.score.schedule import Turn
@@ -125,6 +125,9 @@ class Team:
             if not self._recorded:
                 # Plain first: it makes what a compiled pass finds.
                 self._ask(given, learns=False)
+                if isinstance(self._pricing, CompiledPricing):
+                    with self._pricing.regions.hollow():
+                        self._ask(given)
             step = RecordedStep(self._ask, self._lora.differentiate, given, pool)
             self._recorded[width] = step
         self._lora.warm_up()

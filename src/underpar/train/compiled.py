@@ -9,7 +9,8 @@ and the rotary tables are better stored than computed again in every layer, as s
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from underpar.kernels.capped import capped_cross_entropy
 from underpar.model.gpt import GPT
 from underpar.model.past import PackedPast
 from underpar.seams import Past, Stream
-from underpar.train.step import LossOf
+from underpar.train.hollow import kernels_later, outputs_like
 
 # A graph and what stands for its inputs -> the function that runs it.
 Compiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
@@ -50,6 +51,16 @@ class Regions:
         """The function, compiled; it shares graphs with the others."""
         return torch.compile(function, fullgraph=True, dynamic=False, backend=self._sharing)
 
+    @contextmanager
+    def hollow(self) -> Iterator[None]:
+        """Inside, passes trace and compile, and compute nothing (`train/hollow.py`)."""
+        self._sharing.is_hollow = True
+        try:
+            with kernels_later():
+                yield
+        finally:
+            self._sharing.is_hollow = False
+
     def read(self, model: GPT, tokens: Tensor, past: Past) -> Stream:
         """The stream behind the last visit of a block."""
         self._sharing.begin()
@@ -77,20 +88,21 @@ def mark_sized(*tensors: Tensor | None) -> None:
             torch._dynamo.mark_dynamic(tensor, 0)
 
 
-def compile_loss() -> LossOf:
+class CompiledLoss:
     """The mean loss of a model on a batch, compiled."""
-    regions = Regions()
-    end = regions.region(_end)
 
-    def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+    def __init__(self) -> None:
+        self.regions = Regions()
+        self._end = self.regions.region(_end)
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Mean nats a target."""
         assert isinstance(model, GPT)
         # The number of pieces alone differs from batch to batch: one graph for all of them.
         torch._dynamo.mark_dynamic(batch.segments.cu, 0)
-        stream = regions.read(model, batch.inputs, PackedPast(batch.segments))
-        loss: Tensor = end(model, stream, batch.targets)
+        stream = self.regions.read(model, batch.inputs, PackedPast(batch.segments))
+        loss: Tensor = self._end(model, stream, batch.targets)
         return loss
-
-    return loss_of
 
 
 def _end(model: Any, stream: Any, targets: Tensor) -> Tensor:
@@ -115,6 +127,7 @@ class Sharing:
 
     def __init__(self, compiler: Compiler) -> None:
         self.num_graphs = 0
+        self.is_hollow = False
         self._compiler = compiler
         self._known: dict[object, Callable[..., Any]] = {}
         # Of one pass through the model: weight -> its rows.
@@ -130,7 +143,12 @@ class Sharing:
             self._known[key] = self._compiler(graph, examples)
             self.num_graphs += 1
         run = self._known[key]
-        return lambda *args: run(*args, *(self._row(args[place], row) for place, row in rows))
+
+        def call(*args: Any) -> Any:
+            whole = (*args, *(self._row(args[place], row) for place, row in rows))
+            return outputs_like(graph, whole) if self.is_hollow else run(*whole)
+
+        return call
 
     def begin(self) -> None:
         """Begin another pass: weights may have changed."""

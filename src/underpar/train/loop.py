@@ -25,7 +25,7 @@ from underpar.runtime import Clock, Runtime, process_age_seconds
 from underpar.seams import Averager, Disguise, Penalty
 from underpar.train import schedule
 from underpar.train.checkpoint import Position, read_checkpoint, save_checkpoint, save_tensors
-from underpar.train.compiled import compile_loss
+from underpar.train.compiled import CompiledLoss
 from underpar.train.dist import ask_main, from_main, may_fail, require_on_main, require_same
 from underpar.train.events import EventWriter
 from underpar.train.feed import Feed
@@ -75,7 +75,7 @@ class Trainer:
         self._sized_seconds = 0.0
         # From the command to the first step, compilation and all.
         self._start_seconds = 0.0
-        self._loss_of = compile_loss() if self.runtime.compiled else mean_loss
+        self._loss_of = CompiledLoss() if self.runtime.compiled else mean_loss
         for averager in self.averagers:
             averager.start(self._weights())
 

@@ -6,15 +6,17 @@ of a run that began without it (the published scripts keep the momentum of their
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
+from torch import Tensor
 
-from underpar.data.loader import Loader, MicroBatch
+from underpar.data.loader import Batch, Loader, MicroBatch
 from underpar.data.made_up import made_up_batch
 from underpar.model.gpt import GPT
 from underpar.parts import TrainPart
 from underpar.runtime import Runtime
+from underpar.train.compiled import CompiledLoss
 from underpar.train.step import LossOf, precision
 
 # Moments of training at which the order of visits is looked up.
@@ -23,22 +25,35 @@ MOMENTS = tuple(i / 20 for i in range(21))
 
 def warm_up(model: GPT, loader: Loader, part: TrainPart, runtime: Runtime, loss_of: LossOf) -> int:
     """One forward and backward pass for each graph; how many there were."""
+    if isinstance(loss_of, CompiledLoss):
+        with loss_of.regions.hollow():
+            for batch in _passes(model, loader, part):
+                _lose(model, batch, runtime, loss_of)
+    num_graphs = 0
+    for batch in _passes(model, loader, part):
+        _lose(model, batch, runtime, loss_of).backward()
+        num_graphs += 1
+    model.zero_grad(set_to_none=True)
+    runtime.synchronize()
+    return num_graphs
+
+
+def _passes(model: GPT, loader: Loader, part: TrainPart) -> Iterator[Batch]:
+    """A batch for each shape and each order of visits; the model is set to the order."""
     rng = np.random.default_rng(0)
-    shapes = shapes_of(loader.plan, part)
     seen = set()
     for p in MOMENTS:
         model.set_progress(p)
         if model.plan in seen:
             continue
         seen.add(model.plan)
-        for micro in shapes:
-            batch = made_up_batch(micro, model.spec.vocab_size, rng, part.order, loader.longest)
-            with precision(runtime):
-                loss = loss_of(model, batch.to(runtime.device))
-            loss.backward()
-    model.zero_grad(set_to_none=True)
-    runtime.synchronize()
-    return len(seen) * len(shapes)
+        for micro in shapes_of(loader.plan, part):
+            yield made_up_batch(micro, model.spec.vocab_size, rng, part.order, loader.longest)
+
+
+def _lose(model: GPT, batch: Batch, runtime: Runtime, loss_of: LossOf) -> Tensor:
+    with precision(runtime):
+        return loss_of(model, batch.to(runtime.device))
 
 
 def shapes_of(plan: Sequence[MicroBatch], part: TrainPart) -> list[MicroBatch]:

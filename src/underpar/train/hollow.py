@@ -1,0 +1,78 @@
+"""A pass that computes nothing, for compilers: regions are traced one after the other, and the
+kernels of one are compiled by other processes while the next is traced.
+
+Inductor waits for a graph's kernels before it hands the graph over, and a region cannot be traced
+before the one in front of it has given its outputs. Here kernels are waited for where they are
+first run, and outputs of the first pass are tensors of the right shape without values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+
+class Later:
+    """Stands for a kernel, by name in the module that runs it, until it is asked for."""
+
+    def __init__(self, future: Any, scope: dict[str, Any], name: str) -> None:
+        self._future, self._scope, self._name = future, scope, name
+
+    def _kernel(self) -> Any:
+        kernel = self._scope[self._name] = self._future.result()
+        return kernel
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kernel(), name)
+
+    def __call__(self, *args: Any) -> Any:
+        """Run it, where a kernel is a function."""
+        return self._kernel()(*args)
+
+
+@contextmanager
+def kernels_later() -> Iterator[None]:
+    """Inside, inductor does not wait for kernels, and compiles backward passes at once too."""
+    from torch._functorch import config
+    from torch._inductor.async_compile import AsyncCompile
+
+    wait, lazy = "_wait_futures", "force_non_lazy_backward_lowering"
+    # Not in every version: without them compiling takes longer, nothing else.
+    if not hasattr(AsyncCompile, wait) or not hasattr(config, lazy):
+        yield
+        return
+    own = getattr(AsyncCompile, wait)
+    setattr(AsyncCompile, wait, _put_off)
+    try:
+        with config.patch({lazy: True}):
+            yield
+    finally:
+        setattr(AsyncCompile, wait, own)
+
+
+def _put_off(_: Any, scope: dict[str, Any]) -> None:
+    for name, value in scope.items():
+        if hasattr(value, "result"):
+            scope[name] = Later(value, scope, name)
+
+
+def outputs_like(graph: fx.GraphModule, args: Sequence[Any]) -> Any:
+    """Tensors as a graph would return them, without values; what it passes through as it is."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args]
+        outputs = graph(*fakes)
+    given = {id(fake): arg for fake, arg in zip(fakes, args, strict=True)}
+    return tuple(given[id(o)] if id(o) in given else _without_values(o) for o in outputs)
+
+
+def _without_values(like: Any) -> Any:
+    if not isinstance(like, Tensor):
+        return like
+    empty = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+    return empty.requires_grad_(like.requires_grad)

@@ -1,0 +1,84 @@
+"""Hollow passes: everything is traced, nothing is computed, and kernels wait for their first use."""
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch._dynamo.backends.debugging import aot_eager
+
+from lever_stacks import batch_of, randomized
+from underpar.recipe import load_recipe
+from underpar.train import compiled
+from underpar.train.compiled import CompiledLoss, Sharing
+from underpar.train.hollow import Later, kernels_later, outputs_like
+from underpar.train.step import mean_loss
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def test_a_hollow_pass_traces_everything_and_computes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runs = []
+
+    def compiler(graph: fx.GraphModule, inputs: list[Any]) -> Any:
+        run = aot_eager(graph, inputs)
+        return lambda *args: (runs.append(1), run(*args))[1]
+
+    monkeypatch.setattr(compiled, "_inductor", compiler)
+    sizes = ["model.num_layers=3", "levers.smear=true", "levers.unet=true"]
+    model, loss_of = randomized(load_recipe("cpu", sizes)).train(), CompiledLoss()
+    batch = batch_of([9, 30], model.spec.context)
+    with loss_of.regions.hollow():
+        shadow = loss_of(model, batch)
+    num_graphs = loss_of.regions._sharing.num_graphs
+    assert not runs and num_graphs > 2 and shadow.shape == () and shadow.requires_grad
+    loss, plain = loss_of(model, batch), mean_loss(model, batch)
+    # Embedding, three visits, the end.
+    assert len(runs) == 5 and loss_of.regions._sharing.num_graphs == num_graphs
+    torch.testing.assert_close(loss, plain, rtol=0, atol=1e-5)
+    grads = [torch.autograd.grad(x, model.embedding.weight)[0] for x in (loss, plain)]
+    torch.testing.assert_close(*grads, rtol=0, atol=1e-5)
+
+
+def test_what_a_graph_passes_through_stays_itself() -> None:
+    def function(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, int]:
+        return x, (x @ y).to(torch.float64), 3
+
+    x, y = torch.ones(2, 3, requires_grad=True), torch.ones(3, 4)
+    same, product, number = outputs_like(fx.symbolic_trace(function), (x, y))
+    assert same is x and number == 3
+    assert (product.shape, product.dtype, product.requires_grad) == ((2, 4), torch.float64, True)
+    assert type(product) is Tensor
+
+
+def test_a_kernel_is_waited_for_when_it_is_asked() -> None:
+    future: Future[Any] = Future()
+    scope: dict[str, Any] = {}
+    scope["kernel"] = kernel = Later(future, scope, "kernel")
+    future.set_result(max)
+    assert kernel(1, 2) == 2 and scope["kernel"] is max
+    assert kernel.__name__ == "max"
+
+
+@pytest.mark.slow
+def test_inductor_computes_the_same_with_kernels_that_come_later() -> None:
+    def function(x: Tensor) -> Tensor:
+        return (x.sin() * x).cumsum(0).sum()
+
+    run = torch.compile(function, fullgraph=True, backend=Sharing(compiled._inductor))
+    x = torch.linspace(0, 3, 1000, requires_grad=True)
+    with kernels_later():
+        found = run(x)
+    (grad,) = torch.autograd.grad(found, x)
+    (wanted,) = torch.autograd.grad(function(x), x)
+    torch.testing.assert_close(found, function(x), rtol=1e-5, atol=0)
+    torch.testing.assert_close(grad, wanted, rtol=1e-4, atol=1e-4)
