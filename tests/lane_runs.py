@@ -72,7 +72,7 @@ class Run:
     partial: Any = None
 
     def __post_init__(self) -> None:
-        self.predictor = Predictor(self.model, CPU, [])
+        self.predictor = Predictor(self.model, self.runtime.device, [])
         self.clock = Clock("load")
         self.commits: list[tuple[int, int, np.ndarray]] = []
 

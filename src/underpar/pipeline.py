@@ -19,7 +19,8 @@ from underpar.artifact.size_forecast import SizeForecast
 from underpar.artifact.unpack import Artifact
 from underpar.audit.case import Case, Rescore
 from underpar.audit.finding import FAIL, NOT_SHOWN, PASS, Finding
-from underpar.audit.rules import PROBE_TOKENS, run_audit
+from underpar.audit.order import for_probes
+from underpar.audit.rules import run_audit
 from underpar.build import (
     build_model,
     build_predictor,
@@ -299,10 +300,8 @@ def rescorer(artifact: Artifact, runtime: Runtime) -> Rescore:
 
     def rescore(score: Score, shard: Shard, on_commit: OnCommit) -> Score:
         method, recipe = method_of(score, artifact.recipe)
-        # Of so little text, too, several chunks are to be learnt from.
-        part = replace(recipe.score, adapt_tokens=min(recipe.score.adapt_tokens, PROBE_TOKENS))
-        way = Way(replace(method, seconds=0.0), runtime, on_commit=on_commit)
-        return run_method(replace(artifact, recipe=replace(recipe, score=part)), shard, way)
+        way = Way(replace(method, seconds=0.0), runtime.for_probes, on_commit=on_commit)
+        return run_method(replace(artifact, recipe=for_probes(recipe, shard)), shard, way)
 
     return rescore
 

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,7 +48,9 @@ class Runtime:
     rank: int = 0
     world: int = 1
     compiled: bool = False
-    """Whether training compiles its graph."""
+    """Whether training and adapting compile their graphs."""
+    full_precision: bool = False
+    """Whether products run in fp32 on a GPU too."""
 
     @property
     def is_main(self) -> bool:
@@ -57,10 +59,16 @@ class Runtime:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The precision that products of training run in."""
+        """The precision that products run in."""
         import torch
 
-        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        half = self.device.type == "cuda" and not self.full_precision
+        return torch.bfloat16 if half else torch.float32
+
+    @property
+    def for_probes(self) -> Runtime:
+        """The same where prices are compared: plain, and precise whatever shares a pass."""
+        return replace(self, compiled=False, full_precision=True)
 
     def synchronize(self) -> None:
         """Wait for the device, so that a clock reads finished work."""

@@ -83,16 +83,28 @@ def test_what_is_there_is_not_measured_again(
     assert [row["bpb"] for row in rows_of(tmp_path)] == [r["bpb"] for r in rows_of(measured)][:2]
 
 
-def test_the_table_of_another_artifact_is_left_alone(
-    tiny_run: TinyRun, measured: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("other", [{"artifact_sha256": "0" * 64}, {"documents": 4}])
+def test_the_table_of_another_artifact_or_text_is_left_alone(
+    tiny_run: TinyRun,
+    measured: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    other: dict[str, Any],
 ) -> None:
     record = json.loads((measured / "scoring.json").read_text())
-    text = json.dumps(record | {"artifact_sha256": "0" * 64})
+    text = json.dumps(record | other)
     (tmp_path / "scoring.json").write_text(text)
     assert main(words_of(tiny_run, tmp_path, PLAIN)) == 2
-    assert "is of another artifact; choose another --out" in capsys.readouterr().err
+    assert "is of another artifact or text; choose another --out" in capsys.readouterr().err
     assert (tmp_path / "scoring.json").read_text() == text
     assert not (tmp_path / "scoring.md").exists()
+
+
+def test_an_unknown_row_is_refused(
+    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words_of(tiny_run, tmp_path, len(ROWS))) == 2
+    assert f"--rows {len(ROWS)}: expected 0 to {len(ROWS) - 1}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -168,6 +168,20 @@ def test_a_compiled_team_prices_as_another(monkeypatch: pytest.MonkeyPatch) -> N
     assert other.score.seconds["warm-up"] > 0 and "warm-up" not in plain.score.seconds
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("method", "keys"), [(STREAM, "kept"), (STREAM, "fresh"), (SORTED, "fresh")]
+)
+def test_recorded_steps_price_as_plain_ones_on_a_gpu(method: Method, keys: str) -> None:
+    plain = Runtime(torch.device("cuda"), full_precision=True)
+    settings = replace(SETTINGS, keys=keys)
+    one, other = (
+        Run(settings=settings, method=method, runtime=runtime).go()
+        for runtime in (plain, replace(plain, compiled=True))
+    )
+    assert price_alike(one, other) and one.score.events == other.score.events
+
+
 class ByTheBook:
     """The published loop for one document at a time: adapters are leaves, AdamW is written out."""
 

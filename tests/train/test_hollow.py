@@ -1,4 +1,4 @@
-"""Hollow passes: everything is traced, nothing is computed, and kernels wait for their first use."""
+"""Hollow passes: all is traced, nothing is computed, and kernels wait for their first use."""
 
 from collections.abc import Iterator
 from concurrent.futures import Future

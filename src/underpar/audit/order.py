@@ -18,6 +18,7 @@ import numpy as np
 from underpar.audit.probes import head_of
 from underpar.data.shards import Shard
 from underpar.infer.tilt import Mixture
+from underpar.recipe import Recipe
 from underpar.score.ledger import Score
 from underpar.score.method import PUBLISHED
 from underpar.score.schedule import Chunks, Turn, published_schedule, stream_schedule
@@ -31,6 +32,8 @@ Trace = Callable[[Shard], list[Commit]]
 KINDS = ("stop", "price", "adapt", "train")
 # Packs of other shapes round otherwise.
 TOLERANCE = 1e-4
+# In a probe: tokens between updates, and documents that a lane reads one after the other.
+CHUNK_TOKENS, LANE_DOCUMENTS = 160, 3
 # Targets with a hint, and without, that are replaced, and by how many others each.
 NUM_PLACES, NUM_OTHERS = 12, 4
 
@@ -109,6 +112,17 @@ def short_stream(shard: Shard, num_documents: int, num_tokens: int) -> Shard:
     return _with_documents(
         head, [head.doc(i)[:length] for i, length in zip(range(len(most)), most, strict=True)]
     )
+
+
+def for_probes(recipe: Recipe, shard: Shard) -> Recipe:
+    """The recipe for so little text: several chunks to learn from, several documents a lane."""
+    # The same whatever the lengths of documents, which a probe changes.
+    score = replace(recipe.score, adapt_tokens=min(recipe.score.adapt_tokens, CHUNK_TOKENS))
+    levers = dict(recipe.levers)
+    if (lora := levers.get("lora_ttt")) is not None:
+        most = max(2, shard.num_documents // LANE_DOCUMENTS)
+        levers["lora_ttt"] = {**lora, "lanes": min(lora["lanes"], most)}
+    return replace(recipe, score=score, levers=levers)
 
 
 def later_tokens_matter(trace: Trace, shard: Shard, vocab_size: int) -> int:

@@ -57,6 +57,7 @@ def score(
     ] = False,
     device: Device = "auto",
     attention: Attention = "auto",
+    compiled: Compiled = None,
     json: Json = False,
 ) -> None:
     """Bits per byte of an artifact on held-out text; the ledger lies beside the artifact.
@@ -82,7 +83,7 @@ def score(
         if method != Method(seconds=seconds):
             raise RuleError("--adapt is a method of its own; leave out --with, --stride, --order")
         method = replace(ADAPT, seconds=seconds)
-    runtime = open_runtime(device)
+    runtime = open_runtime(device, compiled)
     choose_attention(attention, runtime)
     if fresh:
         pipeline.forget_partial(artifact, method)

@@ -33,7 +33,7 @@ Attention = Annotated[
 ]
 Compiled = Annotated[
     bool | None,
-    typer.Option("--compile/--no-compile", help="Compile the training graph; default: on a GPU."),
+    typer.Option("--compile/--no-compile", help="Compile what learns; default: on a GPU."),
 ]
 RecipeName = Annotated[
     str, typer.Argument(help="A shipped recipe or a .toml file; stack overlays: baseline+cpu")

@@ -33,6 +33,7 @@ from underpar.score.ledger import Score
 from underpar.score.method import PUBLISHED, Method
 from underpar.scoring import Way, open_method, run_method
 
+WARM_UP_DOCUMENTS = 4
 # Phases that are not pricing: reading files, compiling.
 APART = ("load", "warm-up")
 
@@ -46,6 +47,8 @@ class Row:
     changes: tuple[str, ...] = ()
 
 
+# Tokens of a forward pass.
+PASS = ("score.batch_tokens=65536",)
 # Groups of 24 documents, every chunk's window read again, ended documents decaying (PR 2014).
 AS_PUBLISHED = (
     "levers.lora_ttt.lanes=24",
@@ -57,11 +60,8 @@ GLOBAL = (*LORA, "phased_sgd")
 HEDGE = ("levers.tilt.strength=hedge",)
 
 ROWS = (
-    Row("plain", Method()),
-    Row("sliding, stride 64", Method(stride=64)),
-    Row("sliding, stride 512", Method(stride=512)),
-    Row("sliding, stride 1024", Method(stride=1024)),
-    Row("sliding, stride 1536", Method(stride=1536)),
+    Row("plain", Method(), PASS),
+    *(Row(f"sliding, stride {n}", Method(stride=n), PASS) for n in (64, 512, 1024, 1536, 2048)),
     Row("LoRA, published order", Method(LORA, order=PUBLISHED), AS_PUBLISHED),
     Row("LoRA, published order + global", Method(GLOBAL, order=PUBLISHED), AS_PUBLISHED),
     Row("LoRA, stream, fresh keys", Method(LORA, name="lora_ttt-fresh"), AS_PUBLISHED),
@@ -91,6 +91,8 @@ class Request:
 
 def measure(request: Request) -> dict[str, Any]:
     """Measure the rows that OUT lacks; returns all that OUT/scoring.json then holds."""
+    if unknown := [i for i in request.rows if not 0 <= i < len(ROWS)]:
+        raise UnderparError(f"--rows {unknown[0]}: expected 0 to {len(ROWS) - 1}")
     artifact, identity = read_artifact(request.artifact)
     shard = first_documents(load_data(request.data).val, request.num_documents)
     runtime = open_runtime(request.device)
@@ -102,10 +104,12 @@ def measure(request: Request) -> dict[str, Any]:
     }
     if path.exists():
         record = RunFolder(request.out).read_json(path)
-        if record["artifact_sha256"] != identity:
-            raise UnderparError(f"{path} is of another artifact; choose another --out")
+        if (record["artifact_sha256"], record["documents"]) != (identity, shard.num_documents):
+            raise UnderparError(f"{path} is of another artifact or text; choose another --out")
     there = {row["title"] for row in record["rows"]}
     chosen = [ROWS[i] for i in request.rows] if request.rows else list(ROWS)
+    # Libraries and kernels set themselves up.
+    run_method(artifact, first_documents(shard, WARM_UP_DOCUMENTS), Way(Method(), runtime))
     with progress_bar("scoring", len(chosen)) as bar:
         for done, row in enumerate(chosen):
             bar.update(done, row.title)
@@ -130,7 +134,7 @@ def measure_row(row: Row, artifact: Artifact, shard: Shard, runtime: Runtime) ->
         "tokens_per_second": score.num_targets / seconds,
         "phases": score.seconds,
         "order": score.order,
-        **probe(score, own, shard, Way(method, runtime)),
+        **probe(score, own, shard, Way(method, runtime.for_probes)),
     }
 
 
@@ -141,7 +145,8 @@ def probe(score: Score, artifact: Artifact, shard: Shard, way: Way) -> dict[str,
 
     def trace(short: Shard) -> list[order.Commit]:
         commits: list[order.Commit] = []
-        run_method(artifact, short, replace(way, on_commit=lambda *c: commits.append(c)))
+        own = replace(artifact, recipe=order.for_probes(artifact.recipe, short))
+        run_method(own, short, replace(way, on_commit=lambda *c: commits.append(c)))
         return commits
 
     short = order.short_stream(shard, *probe_size(way.runtime.device))

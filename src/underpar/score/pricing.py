@@ -75,7 +75,8 @@ def _answer(
     model: GPT, hidden: Tensor, places: Tensor | None, wanted: Tensor, weights: Tensor
 ) -> Answer:
     if places is not None:
-        hidden = hidden[places]
+        # Not by plain indexing, which sorts in its backward pass.
+        hidden = hidden.index_select(0, places)
     # Sums over the vocabulary in fp32, whatever products run in.
     logits = model.head(hidden).float()
     log_p = F.log_softmax(logits, dim=-1).gather(1, wanted.clamp(min=0))
