@@ -48,7 +48,8 @@ class Team:
     def own(self, turns: Sequence[Turn]) -> list[Turn]:
         """The turns of this team, with its rows as lanes."""
         rows = {lane: row for row, lane in enumerate(self.lanes)}
-        return [replace(turn, lane=rows[turn.lane]) for turn in turns if turn.lane in rows]
+        own = [(turn, rows[turn.lane]) for turn in turns if turn.lane in rows]
+        return [turn if turn.lane == row else replace(turn, lane=row) for turn, row in own]
 
     def shrink(self, turns: Sequence[Turn]) -> None:
         """Drop the lanes that take no part in `turns`, if they are half of all or more.
