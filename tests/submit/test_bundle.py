@@ -44,6 +44,16 @@ def test_stripping_keeps_the_code_and_drops_the_words() -> None:
     assert ast.dump(ast.parse(strip(stripped))) == ast.dump(ast.parse(stripped))
 
 
+def test_stripping_keeps_only_the_types_that_are_read() -> None:
+    stripped = strip(
+        "if TYPE_CHECKING:\n    import a\n"
+        "class C:\n    x: int = 0\n"
+        "def f(x: int, *, y: str = 'a', SIZE: tl.constexpr) -> bool:\n    z: int = x\n"
+    )
+    assert "TYPE_CHECKING" not in stripped and "-> bool" not in stripped
+    assert "x: int = 0" in stripped and "def f(x, *, y='a', SIZE: tl.constexpr):" in stripped
+
+
 def test_imports_for_type_checking_are_not_followed() -> None:
     assert set(imported_modules(SOURCE)) == {"underpar.errors", "underpar.recipe"}
 

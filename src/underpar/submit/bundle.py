@@ -33,6 +33,8 @@ with tempfile.TemporaryDirectory() as folder:
   path=pathlib.Path(folder,name);path.parent.mkdir(parents=True,exist_ok=True);path.write_text(text)
  sys.path.insert(0,folder);importlib.import_module({entry!r}).main()
 """
+# What has a docstring.
+HOLDERS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 # What a literal between single quotes cannot hold as it is.
 ESCAPES = str.maketrans({"\\": "\\\\", "'": "\\'", "\0": "\\0", "\n": "\\n", "\r": "\\r"})
 
@@ -92,10 +94,14 @@ def imported_modules(source: str) -> tuple[str, ...]:
 
 def _running_nodes(node: ast.AST) -> Iterable[ast.AST]:
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+        if _is_for_checkers(child):
             continue
         yield child
         yield from _running_nodes(child)
+
+
+def _is_for_checkers(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
 
 def _is_module(name: str) -> bool:
@@ -113,11 +119,21 @@ def _path(module: str) -> Path:
 
 @cache
 def strip(source: str) -> str:
-    """The source without docstrings and comments; names, asserts and lines of code stay."""
+    """The source without docstrings, comments and what only type checkers read.
+
+    Names, asserts and lines of code stay, and so do the types of fields, which dataclasses read,
+    and of a kernel's constants.
+    """
     tree = ast.parse(source)
-    holders = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for node in ast.walk(tree):
-        if isinstance(node, holders) and ast.get_docstring(node, clean=False) is not None:
-            node.body = node.body[1:] or [ast.Pass()]
+        if isinstance(node, HOLDERS):
+            words = ast.get_docstring(node, clean=False) is not None
+            body = [n for n in node.body[words:] if not _is_for_checkers(n)]
+            node.body = body or [ast.Pass()]
+        if isinstance(node, ast.FunctionDef):
+            node.returns = None
+        if isinstance(node, ast.arg) and node.annotation is not None:
+            is_constant = ast.unparse(node.annotation).endswith("constexpr")
+            node.annotation = node.annotation if is_constant else None
     # Spaces at the start of a line are nesting alone: strings are written with escapes.
     return re.sub(r"(?m)^ +", lambda found: found[0][::4], ast.unparse(tree))
