@@ -279,7 +279,7 @@ def test_a_gpu_tries_methods_on_more_and_longer_documents(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few, many = (rules.probe_size(torch.device(kind)) for kind in ("cpu", "cuda:1"))
-    assert few == (6, 160) and many == (80, 640)
+    assert few == (6, 160) and many == (24, 320)
     seen = []
 
     def rescore(score: Score, shard: Shard, on_commit: OnCommit) -> Score:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from lane_runs import make_shard
 from lever_stacks import randomized
 from underpar import build
 from underpar.artifact.unpack import Artifact
@@ -235,6 +236,18 @@ def test_caches_that_know_where_a_document_ends_are_caught(
     # A size for which one of the cuts is where a short chunk has room and a whole one has none.
     lora = "levers.lora_ttt={rank=3, lanes=1, chunk=9, short=[]}"
     assert lengths_matter(artifact, (KEPT[0], (lora,))) > 0
+
+
+def test_so_little_text_has_lanes_that_go_on_and_chunks_of_all_sizes() -> None:
+    recipe = build.resolve_levers(load_recipe("cpu", ["levers.lora_ttt={lanes=64}"]))
+    for num_documents, lanes in ((5, 2), (24, 8), (600, 64)):
+        shard = make_shard([3] * num_documents)
+        found = order.for_probes(recipe, shard)
+        own = found.levers["lora_ttt"]
+        assert (own["lanes"], tuple(own["short"])) == (lanes, ("16:8", "125:24"))
+        assert found.score.adapt_tokens == min(160, recipe.score.adapt_tokens)
+    plain = load_recipe("cpu")
+    assert order.for_probes(plain, shard).levers == plain.levers
 
 
 def forgeries(events: list[Event]) -> dict[str, list[Event]]:

@@ -32,8 +32,9 @@ Trace = Callable[[Shard], list[Commit]]
 KINDS = ("stop", "price", "adapt", "train")
 # Packs of other shapes round otherwise.
 TOLERANCE = 1e-4
-# In a probe: tokens between updates, and documents that a lane reads one after the other.
-CHUNK_TOKENS, LANE_DOCUMENTS = 160, 3
+# In a probe: tokens between updates, documents that a lane reads one after the other, and how many
+# times sooner chunks grow.
+CHUNK_TOKENS, LANE_DOCUMENTS, SHORTER = 160, 3, 16
 # Targets with a hint, and without, that are replaced, and by how many others each.
 NUM_PLACES, NUM_OTHERS = 12, 4
 
@@ -115,13 +116,16 @@ def short_stream(shard: Shard, num_documents: int, num_tokens: int) -> Shard:
 
 
 def for_probes(recipe: Recipe, shard: Shard) -> Recipe:
-    """The recipe for so little text: several chunks to learn from, several documents a lane."""
+    """The recipe for so little text: several chunks to learn from, several documents a lane, and
+    all sizes of chunks in a document."""
     # The same whatever the lengths of documents, which a probe changes.
     score = replace(recipe.score, adapt_tokens=min(recipe.score.adapt_tokens, CHUNK_TOKENS))
     levers = dict(recipe.levers)
     if (lora := levers.get("lora_ttt")) is not None:
         most = max(2, shard.num_documents // LANE_DOCUMENTS)
-        levers["lora_ttt"] = {**lora, "lanes": min(lora["lanes"], most)}
+        limits = (entry.split(":") for entry in lora["short"])
+        short = tuple(f"{max(1, int(limit) // SHORTER)}:{size}" for limit, size in limits)
+        levers["lora_ttt"] = {**lora, "lanes": min(lora["lanes"], most), "short": short}
     return replace(recipe, score=score, levers=levers)
 
 

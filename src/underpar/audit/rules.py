@@ -36,7 +36,7 @@ OVERSHOOT = 0.01
 # What methods that learn are tried on: the beginnings of a few documents, longer ones and more of
 # them where it is quick.
 PROBE_DOCUMENTS, PROBE_TOKENS = 6, 160
-CUDA_PROBE_DOCUMENTS, CUDA_PROBE_TOKENS = 80, 640
+CUDA_PROBE_DOCUMENTS, CUDA_PROBE_TOKENS = 24, 320
 # What experts are tried on: enough of the stream that something comes again.
 HINT_TOKENS = 4096
 # Precisions of scoring, by what scores call them.
