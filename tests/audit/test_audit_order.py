@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from lane_runs import make_shard
 from lever_stacks import randomized
 from underpar import build
 from underpar.artifact.unpack import Artifact
