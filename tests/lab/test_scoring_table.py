@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 
 from tiny import TinyRun
+from underpar.artifact.unpack import Artifact
+from underpar.data.shards import Shard
 from underpar.lab import scoring_table
 from underpar.lab.scoring_table import ROWS, main, verdict
+from underpar.scoring import Way
 
 # By title, so that rows may be added between them.
 PLAIN, SLIDING, PUBLISHED, STREAM = (
@@ -65,9 +68,9 @@ def test_what_is_there_is_not_measured_again(
     (tmp_path / "scoring.json").write_text((measured / "scoring.json").read_text())
     measure_row, titles = scoring_table.measure_row, []
 
-    def listed(row: scoring_table.Row, *rest: Any) -> dict[str, Any]:
-        titles.append(row.title)
-        return measure_row(row, *rest)
+    def listed(artifact: Artifact, shard: Shard, way: Way) -> dict[str, Any]:
+        titles.append(way.method.label)
+        return measure_row(artifact, shard, way)
 
     monkeypatch.setattr(scoring_table, "measure_row", listed)
     assert main(words_of(tiny_run, tmp_path, PLAIN, SLIDING, PUBLISHED, STREAM)) == 0
@@ -79,8 +82,24 @@ def test_what_is_there_is_not_measured_again(
     record["rows"] = record["rows"][:1]
     (tmp_path / "scoring.json").write_text(json.dumps(record))
     assert main(words_of(tiny_run, tmp_path, PLAIN, SLIDING)) == 0
-    assert titles == [ROWS[SLIDING].title]
+    assert titles == [ROWS[SLIDING].method.label]
     assert [row["bpb"] for row in rows_of(tmp_path)] == [r["bpb"] for r in rows_of(measured)][:2]
+
+
+def test_verdicts_may_be_left_to_another_run(
+    tiny_run: TinyRun, measured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = words_of(tiny_run, tmp_path, PLAIN, PUBLISHED)
+    assert main([*words, "--no-probes"]) == 0
+    left = rows_of(tmp_path)
+    assert [verdict(row) for row in left] == ["not probed"] * 2
+    assert "not probed" in (tmp_path / "scoring.md").read_text()
+    # The other run only probes.
+    monkeypatch.delattr(scoring_table, "measure_row")
+    assert main(words) == 0
+    probed = rows_of(tmp_path)
+    assert [verdict(row) for row in probed] == ["passes", "fails: knows lengths"]
+    assert [row["seconds"] for row in probed] == [row["seconds"] for row in left]
 
 
 @pytest.mark.parametrize("other", [{"artifact_sha256": "0" * 64}, {"documents": 4}])

@@ -6,7 +6,8 @@
 Every row is `underpar score` with the options it names, run in one process after a warm-up, with
 the verdict of the audit's probes for its order: whether tokens or lengths to come change a price.
 Seconds are those of pricing and learning, without loading. OUT gets scoring.json, with every row as
-soon as it is measured, and scoring.md; a stopped run continues.
+soon as it is measured, and scoring.md; a stopped run continues. With --no-probes verdicts are left
+to another run with the same OUT, on any machine: it measures no row again.
 """
 
 from __future__ import annotations
@@ -28,8 +29,7 @@ from underpar.data.shards import Shard
 from underpar.errors import UnderparError
 from underpar.lab.quant_curves import first_documents
 from underpar.run import RunFolder, write_atomic, write_json
-from underpar.runtime import Clock, Runtime, open_runtime
-from underpar.score.ledger import Score
+from underpar.runtime import Clock, open_runtime
 from underpar.score.method import PUBLISHED, Method
 from underpar.scoring import Way, open_method, run_method
 
@@ -62,6 +62,7 @@ HEDGE = ("levers.tilt.strength=hedge",)
 ROWS = (
     Row("plain", Method(), PASS),
     *(Row(f"sliding, stride {n}", Method(stride=n), PASS) for n in (64, 512, 1024, 1536, 2048)),
+    *(Row(f"flat, stride {n}", Method(stride=n, flat=True), PASS) for n in (64, 512, 1024)),
     Row("LoRA, published order", Method(LORA, order=PUBLISHED), AS_PUBLISHED),
     Row("LoRA, published order + global", Method(GLOBAL, order=PUBLISHED), AS_PUBLISHED),
     Row("LoRA, stream, fresh keys", Method(LORA, name="lora_ttt-fresh"), AS_PUBLISHED),
@@ -87,6 +88,7 @@ class Request:
     rows: tuple[int, ...] = ()
     num_documents: int = 0
     device: str = "auto"
+    has_probes: bool = True
 
 
 def measure(request: Request) -> dict[str, Any]:
@@ -106,42 +108,44 @@ def measure(request: Request) -> dict[str, Any]:
         record = RunFolder(request.out).read_json(path)
         if (record["artifact_sha256"], record["documents"]) != (identity, shard.num_documents):
             raise UnderparError(f"{path} is of another artifact or text; choose another --out")
-    there = {row["title"] for row in record["rows"]}
+    rows = {row["title"]: row for row in record["rows"]}
     chosen = [ROWS[i] for i in request.rows] if request.rows else list(ROWS)
     # Libraries and kernels set themselves up.
     run_method(artifact, first_documents(shard, WARM_UP_DOCUMENTS), Way(Method(), runtime))
     with progress_bar("scoring", len(chosen)) as bar:
         for done, row in enumerate(chosen):
             bar.update(done, row.title)
-            if row.title not in there:
-                record["rows"].append(measure_row(row, artifact, shard, runtime))
+            method, recipe = open_method(artifact.recipe, row.method, row.changes)
+            own = replace(artifact, recipe=recipe)
+            if row.title not in rows:
+                found = measure_row(own, shard, Way(method, runtime, Clock("load")))
+                changes = {"method": asdict(row.method), "changes": list(row.changes)}
+                rows[row.title] = {"title": row.title, **changes, **found}
+                record["rows"].append(rows[row.title])
+                write_json(path, record)
+            if request.has_probes and "later_tokens" not in rows[row.title]:
+                rows[row.title] |= probe(own, shard, Way(method, runtime.for_probes))
                 write_json(path, record)
     return record
 
 
-def measure_row(row: Row, artifact: Artifact, shard: Shard, runtime: Runtime) -> dict[str, Any]:
-    """Score once, and probe the order."""
-    method, recipe = open_method(artifact.recipe, row.method, row.changes)
-    own = replace(artifact, recipe=recipe)
-    score = run_method(own, shard, Way(method, runtime, Clock("load")))
+def measure_row(artifact: Artifact, shard: Shard, way: Way) -> dict[str, Any]:
+    """Score once."""
+    score = run_method(artifact, shard, way)
     seconds = sum(value for phase, value in score.seconds.items() if phase not in APART)
+    totals = [entry.num_targets for entry in score.entries]
     return {
-        "title": row.title,
-        "method": asdict(row.method),
-        "changes": list(row.changes),
         "bpb": score.bpb,
         "seconds": seconds,
         "tokens_per_second": score.num_targets / seconds,
         "phases": score.seconds,
         "order": score.order,
-        **probe(score, own, shard, Way(method, runtime.for_probes)),
+        "wrong_events": order.wrong_events(score, totals),
     }
 
 
-def probe(score: Score, artifact: Artifact, shard: Shard, way: Way) -> dict[str, Any]:
-    """Prices that depend on what comes later, and events out of order."""
-    if not score.how["levers"]:
-        return {"later_tokens": 0, "later_lengths": 0, "wrong_events": 0}
+def probe(artifact: Artifact, shard: Shard, way: Way) -> dict[str, int]:
+    """Prices that depend on what comes later."""
 
     def trace(short: Shard) -> list[order.Commit]:
         commits: list[order.Commit] = []
@@ -150,17 +154,16 @@ def probe(score: Score, artifact: Artifact, shard: Shard, way: Way) -> dict[str,
         return commits
 
     short = order.short_stream(shard, *probe_size(way.runtime.device))
-    totals = [entry.num_targets for entry in score.entries]
-    vocab_size = artifact.recipe.model.vocab_size
     return {
-        "later_tokens": order.later_tokens_matter(trace, short, vocab_size),
+        "later_tokens": order.later_tokens_matter(trace, short, artifact.recipe.model.vocab_size),
         "later_lengths": order.later_lengths_matter(trace, short),
-        "wrong_events": order.wrong_events(score, totals),
     }
 
 
 def verdict(row: Mapping[str, Any]) -> str:
     """In a word or two."""
+    if "later_tokens" not in row:
+        return "not probed"
     if row["later_tokens"] or row["wrong_events"]:
         return "fails: sees tokens"
     return "fails: knows lengths" if row["later_lengths"] else "passes"
@@ -196,9 +199,10 @@ def read_request(words: Sequence[str] | None = None) -> Request:
     documents = "held-out documents that are scored, the first ones; 0: all of them"
     parser.add_argument("--documents", type=int, default=0, help=documents)
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
+    parser.add_argument("--no-probes", action="store_true", help="leave verdicts to another run")
     found = parser.parse_args(words)
-    rows = tuple(found.rows)
-    return Request(found.artifact, found.data, found.out, rows, found.documents, found.device)
+    paths, rows = (found.artifact, found.data, found.out), tuple(found.rows)
+    return Request(*paths, rows, found.documents, found.device, not found.no_probes)
 
 
 def main(words: Sequence[str] | None = None) -> int:

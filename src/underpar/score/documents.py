@@ -43,8 +43,8 @@ from underpar.train.dist import from_main, gather_objects
 if TYPE_CHECKING:
     from underpar.score.partial import Partial
 
-# Of windows, below multiples of 256.
-SMALL_WIDTHS = (64, 128)
+# Of windows, between multiples of 256: most documents are short.
+SMALL_WIDTHS = (64, 128, 384, 640, 896)
 
 # (share of the targets done, bits per byte so far)
 OnStep = Callable[[float, float], None]

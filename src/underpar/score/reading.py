@@ -29,6 +29,9 @@ SizeOf = Callable[[int], int]
 # Turn -> (start in the document, length, offset of its first target): what is read to price it.
 WindowOf = Callable[[Turn], tuple[int, int, int]]
 
+# Tokens behind the end of a window that attention reads together.
+PIECE = 256
+
 
 @dataclass(frozen=True, eq=False)
 class Rows:
@@ -210,10 +213,21 @@ class FreshLanes:
     def past(self, counts: Tensor, width: int) -> RowsPast:
         """Rows of `width` tokens, on the device."""
         num_lanes, device = len(counts), counts.device
-        cu = torch.arange(num_lanes + 1, dtype=torch.int32, device=device) * width
+        cu = self._cuts(counts, width)
         positions = torch.arange(width, device=device).repeat(num_lanes)
         longest = self._context if self._one_bound else width
         return RowsPast(Segments(cu, longest, positions, self._context), num_lanes)
+
+    def _cuts(self, counts: Tensor, width: int) -> Tensor:
+        """(S + 1,) where attention is cut: at the ends of rows, and behind `counts` in short
+        pieces, so that what no document has costs little. S is the same for every width."""
+        num_tokens, device = len(counts) * width, counts.device
+        ends = torch.arange(PIECE, self._context + PIECE, PIECE, device=device)
+        rows = torch.arange(len(counts), device=device)[:, None] * width
+        is_cut = (ends >= counts[:, None]) & (ends < width + PIECE)
+        cuts = torch.where(is_cut, rows + ends.clamp(max=width), num_tokens)
+        first = torch.zeros(1, dtype=torch.int64, device=device)
+        return torch.cat((first, cuts.flatten().sort().values)).int()
 
     def commit(self) -> None:
         """Nothing is kept."""

@@ -81,10 +81,10 @@ class Team:
         """
         self._read_again(turns, adapted)
         learns = adapted and any(not turn.is_last for turn in turns)
-        rows = self.reading.rows(turns, len(self.lanes), self._sizes if learns else None)
+        rows = self.reading.rows(turns, len(self.lanes), self._sizes if adapted else None)
         wanted = self._wanted(rows.targets, turns, hints)  # (L, c, 1 + K)
         given = self._given(rows, wanted, self._weights(rows.targets, turns))
-        step = self._recorded.get(given.width) if learns else None
+        step = self._recorded.get(given.width) if adapted else None
         if step is not None:
             prices = Download(step.price(given))
         else:
