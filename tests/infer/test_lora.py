@@ -50,13 +50,13 @@ def read(model: GPT, tokens: torch.Tensor) -> torch.Tensor:
 def learn_from(
     model: GPT, lora: Lora, tokens: torch.Tensor, active: list[bool]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Price, then update; the nats (L, C) before it, and all gradients (L, P)."""
+    """Price, then update; the nats (L, C) before it, and the gradients (L, P) of all weights."""
     with lora.attached():
         nats = read(model, tokens)
     on = torch.tensor(active)
     grads = lora.differentiate(nats[on].mean(1).sum())
     lora.update(on, grads)
-    return nats.detach(), grads
+    return nats.detach(), grads * lora._root
 
 
 def learn(model: GPT, lora: Lora, tokens: torch.Tensor, active: list[bool]) -> torch.Tensor:
@@ -74,7 +74,7 @@ def fill(lora: Lora, seed: int = 0) -> None:
     for _, b in adapters(lora).values():
         b.normal_(std=0.05, generator=generator)
     with torch.no_grad():
-        lora._work.copy_(lora._weights)
+        lora._work.copy_(lora._weights * lora._root)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_outputs_and_gradients_are_those_of_the_formula(model: GPT) -> None:
     exact = ByAutograd(lora)
     with lora.attached():
         found = read(model, tokens)
-    grads = lora._layout.cut(lora.differentiate(found.mean()))
+    grads = lora._layout.cut(lora.differentiate(found.mean()) * lora._root)
     model.hooks.adjust.append(exact.adjust)
     try:
         wanted = read(model, tokens)
@@ -339,9 +339,9 @@ def test_products_run_as_autocast_has_them(model: GPT) -> None:
     lora.update(torch.tensor([True, True, False]), lora.differentiate(nats.mean(1).sum()))
     assert lora._weights.dtype == lora._moments.dtype == torch.float32
     assert lora._work.dtype == torch.bfloat16
-    assert torch.equal(lora._work, lora._weights.bfloat16()) and lora._moments.any()
+    assert torch.equal(lora._work, (lora._weights * lora._root).bfloat16()) and lora._moments.any()
     lora.reset([0], [5])
-    assert torch.equal(lora._work, lora._weights.bfloat16())
+    assert torch.equal(lora._work, (lora._weights * lora._root).bfloat16())
 
 
 def test_half_precision_learns_what_full_precision_does(model: GPT) -> None:
@@ -424,3 +424,14 @@ def test_a_setting_that_does_not_fit_is_named(override: str, words: str) -> None
     with pytest.raises(RecipeError) as caught:
         plug_levers(load_recipe("cpu", [f"levers.lora_ttt.{override}"]), "infer")
     assert words in str(caught.value) and "lora_ttt" in str(caught.value)
+
+
+def test_renewed_adapters_are_new_ones_where_the_old_ones_were(model: GPT) -> None:
+    lora, new = make_lora(model, ALL_SITES), make_lora(model, ALL_SITES)
+    where = [lora._weights.data_ptr(), lora._work.data_ptr()]
+    learn(model, lora, make_tokens(0), [True, True, False])
+    assert not torch.equal(lora._weights, new._weights)
+    lora.renew()
+    for name in ("_weights", "_moments", "_steps", "_work"):
+        assert torch.equal(getattr(lora, name), getattr(new, name))
+    assert [lora._weights.data_ptr(), lora._work.data_ptr()] == where

@@ -22,7 +22,7 @@ ALONE = Runtime(CPU)
 RECIPE = stack_with("softcap")
 CONTEXT, CHUNK = 16, 40
 # Large enough to be seen in fp32.
-SETTINGS: dict[str, Any] = {"lr": 0.1, "chunk_tokens": CHUNK}
+SETTINGS: dict[str, Any] = {"lr": 0.1, "chunk_tokens": CHUNK, "least_steps": 1}
 
 
 def lever(**changes: Any) -> phased_sgd.PhasedSGD:
@@ -110,6 +110,15 @@ def test_few_tokens_are_few_steps(documents: list[np.ndarray], num_steps: int) -
     assert (predictor.state_hash() == state) == (num_steps == 0)
 
 
+@pytest.mark.parametrize("least_steps", [4, 16])
+def test_few_tokens_are_small_steps(least_steps: int) -> None:
+    num_tokens = sum(len(document) + 1 for document in DOCUMENTS)
+    chunk = num_tokens // least_steps
+    few, asked = lever(chunk_tokens=10**6, least_steps=least_steps), lever(chunk_tokens=chunk)
+    steps = [own.train(fresh(), DOCUMENTS, CONTEXT, ALONE) for own in (few, asked)]
+    assert steps[0] == steps[1] and least_steps - 1 <= steps[0] <= least_steps + 1
+
+
 def test_a_chunk_shorter_than_the_context_is_one_row() -> None:
     model = fresh()
     before = model.embedding.weight.clone()
@@ -183,7 +192,15 @@ def test_boundaries(prefix: float, phases: int, num_documents: int, ends: tuple[
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"prefix": 1.1}, {"phases": 0}, {"chunk_tokens": 0}, {"lr": -1.0}, {"momentum": 1.0}]
+    "wrong",
+    [
+        {"prefix": 1.1},
+        {"phases": 0},
+        {"chunk_tokens": 0},
+        {"least_steps": 0},
+        {"lr": -1.0},
+        {"momentum": 1.0},
+    ],
 )
 def test_wrong_settings_are_refused(wrong: dict[str, float]) -> None:
     (key,) = wrong

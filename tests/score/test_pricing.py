@@ -1,6 +1,7 @@
 """Compiled pricing: the plain answer, from one set of graphs for all widths of a step."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from underpar.levers.lora_ttt import Settings
 from underpar.model.gpt import GPT
 from underpar.recipe import load_recipe
 from underpar.score.pricing import CompiledPricing, Given, Pricing, price_rows
-from underpar.score.reading import FreshLanes, KeptLanes, Reading, Rows
+from underpar.score.reading import PIECE, FreshLanes, KeptLanes, Reading, Rows
 from underpar.score.schedule import Turn
 from underpar.train import compiled
 from underpar.train.compiled import Sharing
@@ -109,9 +110,15 @@ def answer_both(
     return found[0], found[1]
 
 
+given_cuts = pytest.mark.parametrize(
+    ("counts", "width"),
+    [([0, 0], 64), ([64, 1], 64), ([300, 0, 256], 320), ([1024, 0, 257, 700], 1024), ([5], 896)],
+)
+
+
 @KEYS
 def test_all_widths_are_one_set_of_graphs(model: GPT, keys: str) -> None:
-    price, lora = CompiledPricing(), make_lora(model, NUM_LANES)
+    price, lora = CompiledPricing(vary=True), make_lora(model, NUM_LANES)
     lanes = make_reading(model, keys, NUM_LANES), make_reading(model, keys, NUM_LANES)
     # Plain first: it makes what a compiled pass finds.
     for pricing in (price_rows, price):
@@ -135,10 +142,27 @@ def test_all_widths_are_one_set_of_graphs(model: GPT, keys: str) -> None:
 def test_a_token_or_two_are_not_compiled(model: GPT, keys: str, num_lanes: int, width: int) -> None:
     lora = make_lora(model, num_lanes)
     lanes = make_reading(model, keys, num_lanes), make_reading(model, keys, num_lanes)
-    price = CompiledPricing()
+    price = CompiledPricing(vary=True)
     # Rows that are read again have more tokens in the second step, and no more targets.
     for first in (0, width):
         turns = [Turn(lane, lane, first, width, False) for lane in range(num_lanes)]
         plain, found = answer_both(price, model, lora, lanes, turns)
         assert all(map(torch.equal, found, plain))
     assert Counted.num_traces == 0
+
+
+@given_cuts
+def test_attention_is_cut_behind_windows_and_nowhere_else(counts: list[int], width: int) -> None:
+    spec = replace(load_recipe("cpu").model, context=1024)
+    lanes = FreshLanes(spec, lambda document: TEXT, lambda turn: (0, 0, 0))
+    cu = lanes._cuts(torch.tensor([min(count, width) for count in counts]), width).tolist()
+    # As many for every width; empty pieces are behind all others.
+    assert len(cu) == 1 + len(counts) * -(-spec.context // PIECE)
+    num_cuts = len(set(cu)) - 1
+    assert cu[: num_cuts + 1] == sorted(set(cu)) and set(cu[num_cuts:]) == {len(counts) * width}
+    for lane, count in enumerate(counts):
+        begin, end = lane * width, (lane + 1) * width
+        assert {begin, end} <= set(cu)
+        inside = [cut - begin for cut in cu if begin < cut < end]
+        assert all(cut >= count for cut in inside)
+        assert all(cut % PIECE == 0 for cut in inside)

@@ -27,7 +27,7 @@ from underpar.model.past import PackedPast
 from underpar.runtime import Runtime
 from underpar.score import documents
 from underpar.score.method import Method
-from underpar.score.reading import KeptLanes, Sizes
+from underpar.score.reading import FreshLanes, KeptLanes, Sizes
 from underpar.score.schedule import Turn
 from underpar.score.team import Team
 from underpar.seams import Visit
@@ -107,9 +107,11 @@ def state_of(team: Team) -> dict[str, Any]:
 
 def record_before_each_step(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Have every team record its steps again and again; says of each time if nothing changed."""
-    price, same, sizes = Team.price, list[bool](), Sizes((SETTINGS.chunk, CONTEXT), SETTINGS.chunk)
+    price, same = Team.price, list[bool]()
 
     def watch(team: Team, turns: Sequence[Turn], *rest: Any) -> dict[int, np.ndarray]:
+        widths = (SETTINGS.chunk, CONTEXT) if isinstance(team.reading, FreshLanes) else ()
+        sizes = Sizes(widths or (SETTINGS.chunk,), SETTINGS.chunk)
         # What lanes remember of a token is there from the first pass on.
         team.record(sizes, 0)
         before = state_of(team)

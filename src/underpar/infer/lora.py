@@ -3,7 +3,7 @@
 y + (alpha / rank) B (A x) at each site of each visit (Hu et al. 2021, arXiv:2106.09685; for each
 document on its own PR 77, PR 1530; scale and warm A PR 1767; sites of PR 2014). All adapters of all
 lanes are columns of one buffer, and so are their gradients and second moments: an update is one
-pass over them.
+pass over them. Products read a copy, in which A and B each have the root of the scale already.
 """
 
 from __future__ import annotations
@@ -142,12 +142,15 @@ class Lora:
         self._steps = torch.zeros(len(lanes), device=device)
         for row, lane in enumerate(lanes):
             self._draw(row, lane)
-        self._work = _leaf(self._weights, dtype)
+        self._root = math.sqrt(settings.alpha / settings.rank)
+        self._work = self._leaf(dtype)
         # A and B of each place while they are attached: columns of what products read.
         self._pairs: dict[Place, tuple[Tensor, Tensor]] = {}
         self._descend: Callable[..., None] = _descend
         if compiled:
-            self._descend = torch.compile(_descend, fullgraph=True)
+            # Not tuned: trials of what writes in place begin with copies, of gigabytes here.
+            options: dict[str, Any] = {"triton.autotune_pointwise": False}
+            self._descend = torch.compile(_descend, fullgraph=True, options=options)
 
     @property
     def num_parameters(self) -> int:
@@ -175,13 +178,12 @@ class Lora:
         if place not in self._pairs:
             return y
         a, b = self._pairs[place]
-        rows, given = (t.to(a.dtype).unflatten(0, (len(a), -1)) for t in (x, y))
-        scale = self.settings.alpha / self.settings.rank
-        low = torch.bmm(rows, a.mT) * scale  # (L, C, r)
-        return torch.baddbmm(given, low, b.mT).flatten(0, 1)
+        low = torch.bmm(x.to(a.dtype).unflatten(0, (len(a), -1)), a.mT)  # (L, C, r)
+        return y.to(a.dtype) + torch.bmm(low, b.mT).flatten(0, 1)
 
     def differentiate(self, loss: Tensor) -> Tensor:
-        """Gradients (L, P) of a loss that was computed with all rows attached."""
+        """Gradients (L, P) of a loss that was computed with all rows attached, as `update` wants
+        them: of what products read."""
         return torch.autograd.grad(loss, self._work)[0]
 
     @torch.no_grad()
@@ -207,8 +209,8 @@ class Lora:
 
     def _step(self, grads: Tensor, *factors: Tensor) -> None:
         columns = tuple(factor[:, None] for factor in factors)
-        work = None if self._work.dtype == self._weights.dtype else self._work.detach()
-        self._descend((self._weights, self._moments, work), grads, columns, self.settings.eps)
+        state = (self._weights, self._moments, self._work.detach())
+        self._descend(state, grads, columns, self.settings.eps, self._root)
 
     @torch.no_grad()
     def reset(self, rows: Sequence[int], documents: Sequence[int]) -> None:
@@ -219,7 +221,16 @@ class Lora:
             self._weights[row, self._layout.num_a :].zero_()
             if not self.settings.warm:
                 self._draw(row, document)
-            self._work[row].copy_(self._weights[row])
+            self._work[row].copy_(self._weights[row] * self._root)
+
+    @torch.no_grad()
+    def renew(self) -> None:
+        """Begin as if nothing had been read, at the same addresses."""
+        for buffer in (self._weights, self._moments, self._steps):
+            buffer.zero_()
+        for row, lane in enumerate(self.lanes):
+            self._draw(row, lane)
+        self._work.copy_(self._weights * self._root)
 
     def _draw(self, row: int, number: int) -> None:
         """A of one row from seed and number alone, so that ranks may share lanes as they like."""
@@ -248,7 +259,7 @@ class Lora:
         self._weights.copy_(state["weights"])
         self._moments.copy_(state["moments"])
         self._steps.copy_(state["steps"])
-        self._work.copy_(self._weights)
+        self._work.copy_(self._weights * self._root)
 
     def keep(self, rows: Tensor) -> None:
         """Drop all rows but these, by index, after an update."""
@@ -256,33 +267,29 @@ class Lora:
         self._weights = self._weights[rows]
         self._moments = self._moments[rows]
         self._steps = self._steps[rows]
-        self._work = _leaf(self._weights, self._work.dtype)
+        self._work = self._leaf(self._work.dtype)
 
-
-def _leaf(weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weights in the precision of products, as something that has gradients.
-
-    They are the same memory where they have that precision.
-    """
-    return weights.to(dtype).detach().requires_grad_()
+    def _leaf(self, dtype: torch.dtype) -> Tensor:
+        """What products read, as something that has gradients."""
+        return (self._weights * self._root).to(dtype).requires_grad_()
 
 
 def _descend(
-    state: tuple[Tensor, Tensor, Tensor | None],
+    state: tuple[Tensor, Tensor, Tensor],
     grads: Tensor,
     factors: tuple[Tensor, Tensor, Tensor, Tensor],
     eps: float,
+    root: float,
 ) -> None:
     """AdamW with beta1 = 0 on all columns (L, P), with factors (L, 1) for each lane.
 
-    v += share (g^2 - v); p = keep p - rate g / (sqrt(v / fresh) + eps), and a copy of p for
-    products where they have less precision.
+    v += share (g^2 - v); p = keep p - rate g / (sqrt(v / fresh) + eps), and p for products: times
+    `root`, as gradients are of what products read.
     """
     weights, moments, work = state
     share, fresh, keep, rate = factors
-    g = grads.float()
+    g = grads.float() * root
     moments.lerp_(g.square(), share)
     step = g / (moments / fresh).sqrt().add_(eps)
     weights.mul_(keep).sub_(step.mul_(rate))
-    if work is not None:
-        work.copy_(weights)
+    work.copy_(weights * root)

@@ -193,7 +193,7 @@ def train_on_stream(
 
 def _own_rows(span: npt.NDArray[Any], row_tokens: int, runtime: Runtime) -> Batch | None:
     """This rank's rows of a span, cut where documents begin; None where it has none."""
-    num_rows = len(span) // row_tokens
+    num_rows = (len(span) - 1) // row_tokens
     # Consecutive rows: what looks one token back finds the token that was there.
     first, end = (num_rows * r // runtime.world for r in (runtime.rank, runtime.rank + 1))
     if first == end:

@@ -30,20 +30,22 @@ STAGE = "infer"
 
 @dataclass(frozen=True)
 class Settings:
-    """The first `prefix` (a share) of the documents in `phases`; a step is `chunk_tokens`."""
+    """The first `prefix` (a share) of the documents in `phases`; a step is `chunk_tokens`, or less
+    where documents are few, so that a phase has about `least_steps`."""
 
     prefix: float = 0.05
     phases: int = 1
     lr: float = 0.001
     momentum: float = 0.9
     chunk_tokens: int = 32_768
+    least_steps: int = 16
     clip: float = 1.0
 
     def __post_init__(self) -> None:
         self.descent.check("phased_sgd")
         share = self.prefix
         require(0 <= share <= 1, f"levers.phased_sgd.prefix = {share}: expected 0 to 1")
-        for key in ("phases", "chunk_tokens"):
+        for key in ("phases", "chunk_tokens", "least_steps"):
             value = getattr(self, key)
             require(value > 0, f"levers.phased_sgd.{key} = {value}: expected 1 or more")
 
@@ -79,7 +81,8 @@ class PhasedSGD:
         end = np.array([BOS_ID])
         stream = np.concatenate([part for document in documents for part in (document, end)])
         part = self.settings
-        return train_on_stream(model, stream, part.chunk_tokens, context, part.descent, runtime)
+        chunk_tokens = min(part.chunk_tokens, max(1, len(stream) // part.least_steps))
+        return train_on_stream(model, stream, chunk_tokens, context, part.descent, runtime)
 
 
 def plug(settings: Settings, spec: ModelSpec) -> PhasedSGD:

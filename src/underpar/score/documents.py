@@ -43,8 +43,8 @@ from underpar.train.dist import from_main, gather_objects
 if TYPE_CHECKING:
     from underpar.score.partial import Partial
 
-# Of windows, between multiples of 256: most documents are short.
-SMALL_WIDTHS = (64, 128, 384, 640, 896)
+# Widths of windows: up to the limit in steps of so many tokens, then of twice as many.
+WIDTH_STEP, WIDTH_LIMIT = 64, 1024
 
 # (share of the targets done, bits per byte so far)
 OnStep = Callable[[float, float], None]
@@ -97,7 +97,9 @@ class DocumentScorer:
         self._ahead: Proposals | None = None
         self._left: dict[str, Any] | None = None
         self._chunks = Chunks(self.lora.chunk, self.lora.short)
-        self._pricing = CompiledPricing() if self.runtime.compiled else price_rows
+        self._pricing = price_rows
+        if self.runtime.compiled:
+            self._pricing = CompiledPricing(vary=self.lora.keys != "kept")
         num_lanes = min(self.lora.lanes, self.shard.num_documents)
         self.mixture.open(num_lanes, int(self._tally.expected.sum()))
         if method.order == PUBLISHED:
@@ -143,10 +145,12 @@ class DocumentScorer:
             if 0 < len(group.steps) <= num_done:
                 num_done -= len(group.steps)
                 continue
-            if team is None or len(group.documents) != size:
-                size = len(group.documents)
-                # Lanes without a document rest: as many as before, so that nothing is compiled.
+            if team is None:
                 team = self._make_team(num_lanes, self._published_reading(group.chunk))
+            elif len(group.documents) != size:
+                # Lanes without a document rest: as many as before, so that nothing is compiled.
+                team.renew()
+            size = len(group.documents)
             team.reading = self._published_reading(group.chunk)
             for turns in group.steps[num_done:]:
                 self._step(team, turns)
@@ -155,7 +159,7 @@ class DocumentScorer:
                 # Cut to the boundary: the longest are left out (PR 2014).
                 done = sorted(self._finished, key=place.__getitem__)[: self._boundaries[0]]
                 self._train(done)
-                team = None
+                team.renew()
 
     def _make_team(self, num_lanes: int, reading: Reading) -> Team:
         """This rank's share of the lanes, with new adapters."""
@@ -179,12 +183,15 @@ class DocumentScorer:
         return team
 
     def _sizes(self, reading: Reading) -> Sizes:
-        """Few shapes for all steps: those of chunks, or of windows."""
+        """Few shapes for all steps: the widest chunk, as few steps are of smaller ones alone, or
+        windows."""
         widest, context = max(self._chunks.sizes), self.predictor.context
         if isinstance(reading, KeptLanes):
-            return Sizes(tuple(sorted(set(self._chunks.sizes))), widest)
-        widths = {min(width, context) for width in (*SMALL_WIDTHS, *range(256, context + 256, 256))}
-        return Sizes(tuple(sorted(widths)), widest)
+            return Sizes((widest,), widest)
+        small = range(WIDTH_STEP, WIDTH_LIMIT, WIDTH_STEP)
+        large = range(WIDTH_LIMIT, context, 2 * WIDTH_STEP)
+        widths = (*(width for width in (*small, *large) if width < context), context)
+        return Sizes(widths, widest)
 
     def _state(self, team: Team) -> dict[str, Any]:
         """All that the prices to come depend on, between two steps."""

@@ -1,7 +1,7 @@
 """What a step of lanes asks of the model: log-probabilities, and the loss of what they leave open.
 
-Plain, or compiled in regions as training is (`train/compiled.py`): one set of graphs for all widths
-of a step, as the number of lanes is fixed and the number of tokens a lane is not.
+Plain, or compiled in regions as training is (`train/compiled.py`), for one width of a step or with
+one set of graphs for all: the number of lanes is fixed, the number of tokens a lane may differ.
 """
 
 from __future__ import annotations
@@ -48,19 +48,21 @@ def price_rows(model: GPT, given: Given, past: Past) -> Answer:
 
 
 class CompiledPricing:
-    """The same, compiled."""
+    """The same, compiled; `vary`: steps have several widths, which takes longer to compile."""
 
-    def __init__(self) -> None:
-        self.regions = Regions(vary=True)
+    def __init__(self, vary: bool) -> None:
+        self.regions = Regions(vary)
+        self._vary = vary
         self._end = self.regions.region(_finish)
 
     def __call__(self, model: GPT, given: Given, past: Past) -> Answer:
         """The answer."""
         # A compiler takes sizes of one for constants: those of a lane, and of all but its last.
-        if min(len(given.inputs), len(given.wanted)) < 3 * len(given.counts):
+        if self._vary and min(len(given.inputs), len(given.wanted)) < 3 * len(given.counts):
             return price_rows(model, given, past)
         rest = (given.places, given.wanted, given.weights)
-        mark_sized(*rest)
+        if self._vary:
+            mark_sized(*rest)
         answer: Answer = self._end(model, self.regions.read(model, given.inputs, past), *rest)
         return answer
 

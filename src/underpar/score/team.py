@@ -63,6 +63,11 @@ class Team:
             self.reading.keep(active)
             self._lora.keep(torch.tensor(active, device=self._predictor.device))
 
+    def renew(self) -> None:
+        """New adapters, between two groups of documents."""
+        self._lora.renew()
+        self._grads, self._has_priced = None, False
+
     def begin(self, turns: Sequence[Turn]) -> None:
         """Fresh adapters where a document begins."""
         starts = [turn for turn in turns if turn.first == 0]
