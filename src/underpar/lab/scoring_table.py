@@ -57,7 +57,9 @@ AS_PUBLISHED = (
 )
 LORA = ("lora_ttt",)
 GLOBAL = (*LORA, "phased_sgd")
-HEDGE = ("levers.tilt.strength=hedge",)
+LANES = ("levers.lora_ttt.lanes=256",)
+# Said in each row, as an artifact's recipe may say otherwise.
+FIXED, HEDGE = ("levers.tilt.strength=fixed",), ("levers.tilt.strength=hedge",)
 
 ROWS = (
     Row("plain", Method(), PASS),
@@ -66,14 +68,14 @@ ROWS = (
     Row("LoRA, published order", Method(LORA, order=PUBLISHED), AS_PUBLISHED),
     Row("LoRA, published order + global", Method(GLOBAL, order=PUBLISHED), AS_PUBLISHED),
     Row("LoRA, stream, fresh keys", Method(LORA, name="lora_ttt-fresh"), AS_PUBLISHED),
-    Row("LoRA, stream", Method(LORA), ("levers.lora_ttt.lanes=256",)),
-    Row("+ global", Method(GLOBAL), ("levers.lora_ttt.lanes=256",)),
-    Row("+ tilt", Method((*GLOBAL, "tilt")), ("levers.lora_ttt.lanes=256",)),
-    Row("+ hedge", Method((*GLOBAL, "tilt"), name="hedge"), ("levers.lora_ttt.lanes=256", *HEDGE)),
+    Row("LoRA, stream", Method(LORA), LANES),
+    Row("+ global", Method(GLOBAL), LANES),
+    Row("+ tilt", Method((*GLOBAL, "tilt")), (*LANES, *FIXED)),
+    Row("+ hedge", Method((*GLOBAL, "tilt"), name="hedge"), (*LANES, *HEDGE)),
     Row(
         "+ match and counts",
         Method((*GLOBAL, "tilt", "match", "counts"), name="experts"),
-        ("levers.lora_ttt.lanes=256", *HEDGE),
+        (*LANES, *HEDGE),
     ),
 )
 
