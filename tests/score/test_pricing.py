@@ -110,12 +110,6 @@ def answer_both(
     return found[0], found[1]
 
 
-given_cuts = pytest.mark.parametrize(
-    ("counts", "width"),
-    [([0, 0], 64), ([64, 1], 64), ([300, 0, 256], 320), ([1024, 0, 257, 700], 1024), ([5], 896)],
-)
-
-
 @KEYS
 def test_all_widths_are_one_set_of_graphs(model: GPT, keys: str) -> None:
     price, lora = CompiledPricing(vary=True), make_lora(model, NUM_LANES)
@@ -151,7 +145,10 @@ def test_a_token_or_two_are_not_compiled(model: GPT, keys: str, num_lanes: int, 
     assert Counted.num_traces == 0
 
 
-@given_cuts
+@pytest.mark.parametrize(
+    ("counts", "width"),
+    [([0, 0], 64), ([64, 1], 64), ([300, 0, 256], 320), ([1024, 0, 257, 700], 1024), ([5], 896)],
+)
 def test_attention_is_cut_behind_windows_and_nowhere_else(counts: list[int], width: int) -> None:
     spec = replace(load_recipe("cpu").model, context=1024)
     lanes = FreshLanes(spec, lambda document: TEXT, lambda turn: (0, 0, 0))

@@ -110,8 +110,8 @@ def record_before_each_step(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     price, same = Team.price, list[bool]()
 
     def watch(team: Team, turns: Sequence[Turn], *rest: Any) -> dict[int, np.ndarray]:
-        widths = (SETTINGS.chunk, CONTEXT) if isinstance(team.reading, FreshLanes) else ()
-        sizes = Sizes(widths or (SETTINGS.chunk,), SETTINGS.chunk)
+        is_fresh = isinstance(team.reading, FreshLanes)
+        sizes = Sizes((SETTINGS.chunk, CONTEXT) if is_fresh else (SETTINGS.chunk,), SETTINGS.chunk)
         # What lanes remember of a token is there from the first pass on.
         team.record(sizes, 0)
         before = state_of(team)
