@@ -53,13 +53,27 @@ def test_every_row_has_a_price_a_time_and_a_verdict(measured: Path) -> None:
 
 
 def test_the_table_has_gains_over_the_first_row(measured: Path) -> None:
-    lines = (measured / "scoring.md").read_text().splitlines()
     rows = rows_of(measured)
-    assert len(lines) == 2 + len(rows)
-    for line, row in zip(lines[2:], rows, strict=True):
+    lines = (measured / "scoring.md").read_text().splitlines()[2 : 2 + len(rows)]
+    for line, row in zip(lines, rows, strict=True):
         gain = 1000 * (rows[0]["bpb"] - row["bpb"])
         assert line.startswith(f"| {row['title']} | {row['bpb']:.5f} | {gain:.2f} |")
         assert line.endswith(f"| {row['order']} | {verdict(row)} |")
+
+
+def test_rows_of_two_processes_are_told_apart(
+    tiny_run: TinyRun, measured: Path, tmp_path: Path
+) -> None:
+    record = json.loads((measured / "scoring.json").read_text())
+    record["rows"] = record["rows"][:1]
+    record["rows"][0]["made"] |= {"device": "elsewhere", "process_began": "earlier"}
+    (tmp_path / "scoring.json").write_text(json.dumps(record))
+    assert main(words_of(tiny_run, tmp_path, PLAIN, SLIDING)) == 0
+    first, second = (tmp_path / "scoring.md").read_text().splitlines()[-2:]
+    assert first.startswith("- elsewhere, ")
+    assert first.endswith(f" of earlier: {ROWS[PLAIN].title}")
+    assert second.startswith("- cpu")
+    assert second.endswith(f": {ROWS[SLIDING].title}")
 
 
 def test_what_is_there_is_not_measured_again(

@@ -5,7 +5,8 @@
 
 Every row is `underpar score` with the options it names, run in one process after a warm-up, with
 the verdict of the audit's probes for its order: whether tokens or lengths to come change a price.
-Seconds are those of pricing and learning, without loading. OUT gets scoring.json, with every row as
+Seconds are those of pricing and learning, without loading; each row says on what machine and in
+which process it was made. OUT gets scoring.json, with every row as
 soon as it is measured, and scoring.md; a stopped run continues. With --no-probes verdicts are left
 to another run with the same OUT, on any machine: it measures no row again.
 """
@@ -14,8 +15,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +29,11 @@ from underpar.console import progress_bar
 from underpar.data.folder import load_data
 from underpar.data.shards import Shard
 from underpar.errors import UnderparError
+from underpar.kernels.attention import backend_of
 from underpar.lab.quant_curves import first_documents
+from underpar.pipeline import device_name, versions
 from underpar.run import RunFolder, write_atomic, write_json
-from underpar.runtime import Clock, open_runtime
+from underpar.runtime import Clock, Runtime, open_runtime
 from underpar.score.method import PUBLISHED, Method
 from underpar.scoring import Way, open_method, run_method
 
@@ -112,6 +116,7 @@ def measure(request: Request) -> dict[str, Any]:
             raise UnderparError(f"{path} is of another artifact or text; choose another --out")
     rows = {row["title"]: row for row in record["rows"]}
     chosen = [ROWS[i] for i in request.rows] if request.rows else list(ROWS)
+    made = _made(runtime)
     # Libraries and kernels set themselves up.
     run_method(artifact, first_documents(shard, WARM_UP_DOCUMENTS), Way(Method(), runtime))
     with progress_bar("scoring", len(chosen)) as bar:
@@ -122,13 +127,23 @@ def measure(request: Request) -> dict[str, Any]:
             if row.title not in rows:
                 found = measure_row(own, shard, Way(method, runtime, Clock("load")))
                 changes = {"method": asdict(row.method), "changes": list(row.changes)}
-                rows[row.title] = {"title": row.title, **changes, **found}
+                rows[row.title] = {"title": row.title, **changes, **found, "made": made}
                 record["rows"].append(rows[row.title])
                 write_json(path, record)
             if request.has_probes and "later_tokens" not in rows[row.title]:
                 rows[row.title] |= probe(own, shard, Way(method, runtime.for_probes))
                 write_json(path, record)
     return record
+
+
+def _made(runtime: Runtime) -> dict[str, str]:
+    """Where and when: rows of one process can be compared in time, others hardly."""
+    return {
+        "device": device_name(runtime.device),
+        "attention": backend_of(runtime.device, runtime.dtype),
+        **versions(),
+        "process_began": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
 
 
 def measure_row(artifact: Artifact, shard: Shard, way: Way) -> dict[str, Any]:
@@ -183,7 +198,19 @@ def to_markdown(record: Mapping[str, Any]) -> str:
             f"| {row['title']} | {row['bpb']:.5f} | {gain:.2f} | {row['seconds']:.1f} | "
             f"{row['tokens_per_second']:,.0f} | {row['order']} | {verdict(row)} |"
         )
+    lines.append("")
+    for made, titles in _processes(record["rows"]):
+        lines.append(f"- {made}: {', '.join(titles)}")
     return "\n".join(lines) + "\n"
+
+
+def _processes(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[str]]]:
+    """On what, and the rows that one process measured there."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        said = "{device}, {attention}, torch {torch}, process of {process_began}"
+        found.setdefault(said.format(**row["made"]), []).append(row["title"])
+    yield from found.items()
 
 
 def read_request(words: Sequence[str] | None = None) -> Request:

@@ -25,12 +25,15 @@ MOMENTS = tuple(i / 20 for i in range(21))
 
 def warm_up(model: GPT, loader: Loader, part: TrainPart, runtime: Runtime, loss_of: LossOf) -> int:
     """One forward and backward pass for each graph; how many there were."""
+    shapes = shapes_of(loader.plan, part)
     if isinstance(loss_of, CompiledLoss):
+        # Contexts are next to never part of a graph: one for each number of tokens will do.
+        sizes = list({micro.tokens: micro for micro in shapes}.values())
         with loss_of.regions.hollow():
-            for batch in _passes(model, loader, part):
+            for batch in _passes(model, loader, part.order, sizes):
                 _lose(model, batch, runtime, loss_of)
     num_graphs = 0
-    for batch in _passes(model, loader, part):
+    for batch in _passes(model, loader, part.order, shapes):
         _lose(model, batch, runtime, loss_of).backward()
         num_graphs += 1
     model.zero_grad(set_to_none=True)
@@ -38,7 +41,9 @@ def warm_up(model: GPT, loader: Loader, part: TrainPart, runtime: Runtime, loss_
     return num_graphs
 
 
-def _passes(model: GPT, loader: Loader, part: TrainPart) -> Iterator[Batch]:
+def _passes(
+    model: GPT, loader: Loader, order: str, shapes: Sequence[MicroBatch]
+) -> Iterator[Batch]:
     """A batch for each shape and each order of visits; the model is set to the order."""
     rng = np.random.default_rng(0)
     seen = set()
@@ -47,8 +52,8 @@ def _passes(model: GPT, loader: Loader, part: TrainPart) -> Iterator[Batch]:
         if model.plan in seen:
             continue
         seen.add(model.plan)
-        for micro in shapes_of(loader.plan, part):
-            yield made_up_batch(micro, model.spec.vocab_size, rng, part.order, loader.longest)
+        for micro in shapes:
+            yield made_up_batch(micro, model.spec.vocab_size, rng, order, loader.longest)
 
 
 def _lose(model: GPT, batch: Batch, runtime: Runtime, loss_of: LossOf) -> Tensor:
