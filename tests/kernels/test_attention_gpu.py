@@ -87,3 +87,23 @@ def test_new_boundaries_compile_nothing_anew_on_a_gpu(window: int) -> None:
                 strict=True,
             ):
                 assert relative_error(a, b) < 8e-3
+
+
+@pytest.mark.parametrize("name", [name for name, own in BACKENDS.items() if own.recordable])
+def test_a_recording_follows_its_boundaries(name: str) -> None:
+    answer = available(torch.device("cuda"), torch.bfloat16)[name]
+    if answer != "yes":
+        pytest.skip(answer)
+    tensors = [tensor.detach() for tensor in draw()]
+    first, second = (segments(seed).cu for seed in (0, 1))
+    num = max(len(first), len(second))
+    # Equal ones at the end are empty pieces.
+    cu, other = (torch.cat((own, own[-1:].expand(num - len(own)))) for own in (first, second))
+    before = attend(*tensors, cu, CONTEXT, 0, name)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend(*tensors, cu, CONTEXT, 0, name)
+    cu.copy_(other)
+    graph.replay()
+    assert relative_error(out, attend(*tensors, other, CONTEXT, 0, name)) < 4e-3
+    assert relative_error(out, before) > 4e-3

@@ -24,9 +24,11 @@ from underpar.infer.lora import Lora, Place
 from underpar.levers import phased_sgd
 from underpar.levers.lora_ttt import Settings
 from underpar.model.past import PackedPast
-from underpar.runtime import Runtime
+from underpar.runtime import Clock, Runtime
 from underpar.score import documents
+from underpar.score import team as team_module
 from underpar.score.method import Method
+from underpar.score.pricing import price_rows
 from underpar.score.reading import FreshLanes, KeptLanes, Sizes
 from underpar.score.schedule import Turn
 from underpar.score.team import Team
@@ -182,6 +184,27 @@ def test_recorded_steps_price_as_plain_ones_on_a_gpu(method: Method, keys: str) 
         for runtime in (plain, replace(plain, compiled=True))
     )
     assert price_alike(one, other) and one.score.events == other.score.events
+
+
+@pytest.mark.parametrize(("backend", "recordable"), [("flash", True), ("sdpa", False)])
+def test_what_the_host_cuts_is_not_recorded(
+    backend: str, recordable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(team_module, "backend_of", lambda *args: backend)
+    run = Run()
+    model, text_of = run.model, SHARD.doc
+    fresh = FreshLanes(model.spec, text_of, lambda turn: (0, 1, 0))
+    kept = KeptLanes(model.spec, text_of, lambda first: 4, 3, CPU)
+    monkeypatch.setattr(run.predictor, "device", torch.device("cuda"))
+
+    def says(reading: FreshLanes | KeptLanes) -> bool:
+        lora = Lora(model, SETTINGS, range(3), CPU)
+        return Team(run.predictor, reading, lora, price_rows, Clock())._is_recordable()
+
+    # Kept lanes have an attention of their own.
+    assert (says(fresh), says(kept)) == (recordable, True)
+    monkeypatch.setattr(run.predictor, "device", CPU)
+    assert not says(fresh) and not says(kept)
 
 
 class ByTheBook:

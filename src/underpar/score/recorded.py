@@ -1,7 +1,8 @@
 """A step of lanes, recorded once for each width and then replayed: thousands of kernels are one
 launch, where launching them one by one would take longer than running them.
 
-On a GPU a recording is a CUDA graph; elsewhere the step runs again from the same buffers.
+On a GPU a recording is a CUDA graph; elsewhere, or where the host must know what a step reads, the
+step runs again from the same buffers.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ class RecordedStep:
     ) -> None:
         """`given` becomes the buffer of all steps; with counts and weights of zero, `ask` changes
         nothing, so it may be asked here as often as a recording needs. `pool`: memory that
-        recordings share, as only one of them is in use at a time."""
+        recordings share, as only one of them is in use at a time; None: nothing is recorded."""
         self._given = given
         self._ask, self._differentiate = ask, differentiate
         rehearse(self._forward, self._backward, device=given.inputs.device)
-        self._price = Recording(self._forward, given.inputs.device, pool)
-        self._learn = Recording(self._backward, given.inputs.device, pool)
+        self._price = Recording(self._forward, pool)
+        self._learn = Recording(self._backward, pool)
 
     def _forward(self) -> None:
         self._log_p, self._loss = self._ask(self._given)
@@ -60,10 +61,10 @@ class RecordedStep:
 class Recording:
     """The kernels of a function, to be launched again."""
 
-    def __init__(self, function: Callable[[], None], device: torch.device, pool: Any) -> None:
+    def __init__(self, function: Callable[[], None], pool: Any) -> None:
         self._function = function
         self._graph: torch.cuda.CUDAGraph | None = None
-        if device.type == "cuda":
+        if pool is not None:
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph, pool=pool):
                 function()

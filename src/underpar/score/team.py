@@ -14,6 +14,8 @@ from torch import Tensor
 from underpar.infer.lora import Lora
 from underpar.infer.predictor import Predictor
 from underpar.infer.sgd import products
+from underpar.kernels.attention import BACKENDS, backend_of
+from underpar.model.gpt import Block
 from underpar.runtime import Clock
 from underpar.score.pricing import Answer, CompiledPricing, Given, Pricing, price_rows
 from underpar.score.reading import KeptLanes, Reading, Rows, Sizes, upload
@@ -123,9 +125,7 @@ class Team:
     def record(self, sizes: Sizes, num_hints: int) -> None:
         """Compile and record steps of these sizes; nothing is kept, learnt or drawn by it."""
         self._sizes = sizes
-        pool = None
-        if self._predictor.device.type == "cuda":
-            pool = torch.cuda.graph_pool_handle()
+        pool = torch.cuda.graph_pool_handle() if self._is_recordable() else None
         for width in reversed(sizes.widths):
             given = self._rehearsal(width, num_hints)
             if not self._recorded:
@@ -137,6 +137,16 @@ class Team:
             step = RecordedStep(self._ask, self._lora.differentiate, given, pool)
             self._recorded[width] = step
         self._lora.warm_up()
+
+    def _is_recordable(self) -> bool:
+        """Whether steps can become CUDA graphs."""
+        device, blocks = self._predictor.device, self._predictor.model.blocks
+        if device.type != "cuda" or isinstance(self.reading, KeptLanes):
+            return device.type == "cuda"
+        # Packed rows: some backends, those of fp32 among them, cut by boundaries on the host.
+        windows = {bool(block.attn.window) for block in blocks if isinstance(block, Block)}
+        names = [backend_of(device, self._predictor.dtype, windowed) for windowed in windows]
+        return all(BACKENDS[name].recordable for name in names)
 
     def _rehearsal(self, width: int, num_hints: int) -> Given:
         """A step in which nobody reads anything."""

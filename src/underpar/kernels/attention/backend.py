@@ -43,6 +43,8 @@ class Backend:
     has_lse: bool = False
     # Whether the kernels are for half precision on CUDA alone.
     cuda_halves: bool = False
+    # Whether the host need not know the boundaries, so that a CUDA graph may hold it.
+    recordable: bool = True
     # Whether it must be asked for by name: it is never tried for the sake of "auto".
     by_name: bool = False
 
@@ -62,7 +64,8 @@ def make_backend(name: str, what: str, attend: Attend, cuda_halves: bool = False
     """A backend from a differentiable function; its backward pass runs that function again.
 
     An operator may hand no autograd graph from its forward to its backward pass, and these
-    functions have no backward kernel of their own to call, so the graph is built anew.
+    functions have no backward kernel of their own to call, so the graph is built anew. What it
+    builds may follow from the boundaries, so it counts as not recordable.
     """
 
     def forward(q: Tensor, k: Tensor, v: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor]:
@@ -75,4 +78,4 @@ def make_backend(name: str, what: str, attend: Attend, cuda_halves: bool = False
             dq, dk, dv = torch.autograd.grad(attend(q, k, v, pieces), (q, k, v), grad)
         return dq, dk, dv
 
-    return Backend(name, what, forward, backward, cuda_halves=cuda_halves)
+    return Backend(name, what, forward, backward, cuda_halves=cuda_halves, recordable=False)
