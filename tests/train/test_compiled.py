@@ -14,7 +14,7 @@ from lever_stacks import batch_of, randomized
 from underpar.model.gpt import GPT
 from underpar.recipe import load_recipe
 from underpar.train import compiled
-from underpar.train.compiled import CompiledLoss, Sharing, take_rows_out
+from underpar.train.compiled import CompiledLoss, Regions, Sharing, take_rows_out
 from underpar.train.step import LossOf, mean_loss
 
 SLOW = pytest.mark.slow
@@ -137,6 +137,41 @@ def test_a_loop_switched_on_compiles_nothing_new_in_pr2014(
     assert (on.num_visits > off.num_visits) == (name in ("pr2014", "pr1894"))
     # A loop of PR 1894 has weights for each repeated visit.
     assert (on.num_graphs > off.num_graphs) == (name == "pr1894")
+
+
+class LossApart(CompiledLoss):
+    """The loss with attention and MLP as regions, as scoring compiles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.regions = Regions(apart=True)
+
+
+def test_branches_apart_are_few_graphs_and_the_plain_loss(compiler: Compiler) -> None:
+    model, loss_of = randomized(load_recipe("pr2014+cpu")).train(), LossApart()
+    for p in ENDS:
+        model.set_progress(p)
+        assert_plain(loss_of, model)
+        # Attention, MLP and loss: what else levers do around them is not compiled.
+        assert compiler.num_graphs == 3
+    # The model is as it was.
+    assert all(not {"attend", "think"} & vars(block).keys() for block in model.blocks)
+
+
+def test_an_error_in_a_branch_leaves_the_model_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, loss_of = small_model(), LossApart()
+
+    def fail(*args: object) -> None:
+        raise ArithmeticError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "visit", fail)
+        with pytest.raises(ArithmeticError):
+            take_passes(loss_of, model, CUTS[0])
+    assert_plain(mean_loss, model)
+    assert all(not {"attend", "think"} & vars(block).keys() for block in model.blocks)
 
 
 def small_model() -> GPT:

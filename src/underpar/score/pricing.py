@@ -51,7 +51,7 @@ class CompiledPricing:
     """The same, compiled; `vary`: steps have several widths, which takes longer to compile."""
 
     def __init__(self, vary: bool) -> None:
-        self.regions = Regions(vary)
+        self.regions = Regions(vary, apart=True)
         self._vary = vary
         self._end = self.regions.region(_finish)
 

@@ -4,6 +4,9 @@ Embedding, each visit of a block and the loss are regions of their own, so the o
 part of any graph: a loop that is switched on compiles nothing new, and layers that differ only in
 their weights share one graph. What crosses a region is what one graph for all would store anyway,
 and the rotary tables are better stored than computed again in every layer, as such a graph does.
+
+Layers also differ in what levers do around attention and MLP. Where a step is short and compiling
+counts, these two alone are regions (`apart`): fewer and smaller graphs, and less that is fused.
 """
 
 from __future__ import annotations
@@ -19,9 +22,9 @@ from torch.utils._pytree import tree_leaves
 
 from underpar.data.loader import Batch
 from underpar.kernels.capped import capped_cross_entropy
-from underpar.model.gpt import GPT
+from underpar.model.gpt import GPT, Block
 from underpar.model.past import PackedPast
-from underpar.seams import Past, Stream
+from underpar.seams import Past, Stream, Visit
 from underpar.train.hollow import kernels_later, outputs_like
 
 # A graph and what stands for its inputs -> the function that runs it.
@@ -37,15 +40,21 @@ INDUCTOR = {"triton.mix_order_reduction": False}
 class Regions:
     """Compiles a model region by region; a break in one is an error.
 
-    `vary`: the number of tokens differs from pass to pass, in the same graphs.
+    `vary`: the number of tokens differs from pass to pass, in the same graphs. `apart`: attention
+    and MLP are regions, and what is around them is not compiled.
     """
 
-    def __init__(self, vary: bool = False) -> None:
+    def __init__(self, vary: bool = False, apart: bool = False) -> None:
         self._vary = vary
+        self._apart = apart
         self._sharing = Sharing(_inductor)
         # Functions of this object: their traces are not those of another.
         self._embed = self.region(lambda model, tokens, past: model.embed(tokens, past))
         self._take = self.region(lambda model, visit, stream: model.visit(visit, stream))
+        self._branches = {
+            "attend": self.region(lambda block, *given: Block.attend(block, *given)),
+            "think": self.region(lambda block, *given: Block.think(block, *given)),
+        }
 
     def region(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, compiled; it shares graphs with the others."""
@@ -64,16 +73,48 @@ class Regions:
     def read(self, model: GPT, tokens: Tensor, past: Past) -> Stream:
         """The stream behind the last visit of a block."""
         self._sharing.begin()
+        with torch._dynamo.config.patch(LIMITS):
+            read = self._read_apart if self._apart else self._read_visits
+            stream = read(model, tokens, past)
+            self._mark(stream)
+        return stream
+
+    def _read_visits(self, model: GPT, tokens: Tensor, past: Past) -> Stream:
         if self._vary:
             mark_sized(tokens, past.positions)
-        with torch._dynamo.config.patch(LIMITS):
-            stream: Stream = self._embed(model, tokens, past)
-            for visit in model.plan:
-                # Another object: one that is kept elsewhere too would make this visit special.
-                stream.x = stream.x.view_as(stream.x)
-                self._mark(stream)
-                self._take(model, visit, stream)
+        stream: Stream = self._embed(model, tokens, past)
+        for visit in model.plan:
+            # Another object: one that is kept elsewhere too would make this visit special.
+            stream.x = stream.x.view_as(stream.x)
             self._mark(stream)
+            self._take(model, visit, stream)
+        return stream
+
+    def _read_apart(self, model: GPT, tokens: Tensor, past: Past) -> Stream:
+        def branch(name: str, block: nn.Module) -> Callable[..., Tensor]:
+            def run(x: Tensor, visit: Visit, *streams: Stream) -> Tensor:
+                x = x.view_as(x)
+                if self._vary:
+                    mark_sized(x)
+                for stream in streams:
+                    self._mark(stream)
+                y: Tensor = self._branches[name](block, x, visit, *streams)
+                return y
+
+            return run
+
+        stream = model.embed(tokens, past)
+        # Where the embedding does not learn, too: else the first attention were a graph of its own.
+        stream.x.requires_grad_(torch.is_grad_enabled())
+        pairs = [(block, name) for block in model.blocks for name in self._branches]
+        try:
+            for block, name in pairs:
+                setattr(block, name, branch(name, block))
+            for visit in model.plan:
+                model.visit(visit, stream)
+        finally:
+            for block, name in pairs:
+                delattr(block, name)
         return stream
 
     def _mark(self, stream: Stream) -> None:
