@@ -16,7 +16,17 @@ from underpar.build import resolve_levers
 from underpar.cli import app
 from underpar.errors import BenchError, RecipeError, RunError
 from underpar.lab import ablate
-from underpar.lab.ablate import Job, Plan, Request, launcher, make_plan, run_plan, summarize
+from underpar.lab.ablate import (
+    Job,
+    Plan,
+    Request,
+    launcher,
+    make_plan,
+    read_known,
+    run_plan,
+    summarize,
+)
+from underpar.pipeline import data_identity, load_data
 from underpar.recipe import Recipe, load_recipe
 from underpar.run import RunFolder
 
@@ -346,6 +356,50 @@ def test_the_command_names_what_failed(
     assert "line 29 of without-smear" in found.stderr
     levers = [row["lever"] for row in json.loads(found.stdout)["levers"]]
     assert levers == ["loop", "recur_ab", "softcap"]
+
+
+def test_known_runs_are_not_made_again(
+    tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    device = Device(old, BPB | {"without-loop": 2.5})
+    words = ("--seeds", "3", "--json")
+    invoke(device, tiny_data, monkeypatch, *words, "--lever", "loop")
+    known = old / "ablation.json"
+    tree = json.loads(known.read_text()) | {"data_identity": data_identity(load_data(tiny_data))}
+    known.write_text(json.dumps(tree))
+    device = Device(new, {"without-smear": 2.25})
+    found = invoke(device, tiny_data, monkeypatch, *words, "--known", str(known))
+    assert found.exit_code == 0, found.output
+    assert device.started == ["without-smear", "without-recur_ab", "without-softcap"]
+    result = json.loads(found.stdout)
+    assert result["baseline"] == tree["baseline"] and result["loops_on"] == tree["loops_on"]
+    bpb = {row["lever"]: row["bpb"] for row in result["levers"]}
+    assert bpb == {"loop": 2.5, "recur_ab": 2.01, "smear": 2.25, "softcap": 2.01}
+    assert (result["device"], result["data_identity"]) == ("fake", tree["data_identity"])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"recipe_hash": "0"}, "has recipe_hash 0, this ablation has "),
+        ({"tokens": 5}, "has tokens 5, this ablation has 4096"),
+        ({"data_identity": "e"}, "has data_identity e, this ablation has d"),
+        ({"levers": [{}]}, "is not the result of an ablation"),
+        ({"seeds": [1]}, "is not the result of an ablation"),
+    ],
+)
+def test_known_runs_of_something_else_are_refused(
+    tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
+    plan = plan_of()
+    result = summarize(plan, BPB) | {"data_identity": "d"}
+    path = tmp_path / "ablation.json"
+    path.write_text(json.dumps(result))
+    assert read_known(path, plan, "d").bpb == BPB
+    path.write_text(json.dumps(result | change))
+    with pytest.raises(RunError, match=words):
+        read_known(path, plan, "d")
 
 
 def test_help_teaches_with_examples() -> None:

@@ -266,6 +266,9 @@ def ablate(
     seeds: Annotated[int, typer.Option(help="Runs of the whole recipe: their spread.")] = 4,
     tokens: Annotated[int, typer.Option(help="Tokens that every run trains on.")] = 60_000_000,
     jobs: Annotated[int, typer.Option(help="Runs at a time; one compiles, one trains.")] = 2,
+    known: Annotated[
+        Path | None, typer.Option(help="An ablation.json whose runs need not be made again.")
+    ] = None,
     set_: Set = None,
     device: Device = "auto",
     json: Json = False,
@@ -275,6 +278,7 @@ def ablate(
     \b
     underpar ablate pr2014 --data data --out runs/worth
     underpar ablate pr2014 --data data --out runs/two --lever smear --lever xsa
+    underpar ablate pr2014 --data data --out runs/more --known runs/two/ablation.json
     underpar ablate pr2014+cpu --data tiny --out runs/tiny --tokens 60000
 
     All runs train on the same number of tokens, whatever the recipe's budget. Levers that do
@@ -295,13 +299,15 @@ def ablate(
     request = lab.Request(recipe, tuple(set_ or ()), tuple(lever or ()), seeds, tokens)
     plan = lab.make_plan(request)
     identity = data_identity(load_data(data, verify=False))
+    before = lab.read_known(known, plan, identity) if known else lab.Known({}, {})
+    left = replace(plan, jobs=tuple(job for job in plan.jobs if job.name not in before.bpb))
     launch = lab.launcher(recipe, data, out, device)
-    outcome = lab.run_plan(plan, out, launch, jobs, identity, show)
+    outcome = lab.run_plan(left, out, launch, jobs, identity, show)
     for name, reason in outcome.failed.items():
         tail = lab.read_tail(out / name)
         ERR.print(f"run {out / name} failed, {reason}:\n{tail}", markup=False, soft_wrap=True)
-    result = lab.summarize(plan, outcome.bpb)
-    result |= lab.read_conditions(RunFolder(out / next(iter(plan.seeds))))
+    result = lab.summarize(plan, before.bpb | outcome.bpb)
+    result |= before.conditions or lab.read_conditions(RunFolder(out / next(iter(plan.seeds))))
     write_json(out / "ablation.json", result)
     write_atomic(out / "ablation.md", ablation_section(result) + "\n")
     if json:

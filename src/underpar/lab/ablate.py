@@ -29,6 +29,7 @@ LOOP = "loop"
 LOOPS_ON = "loops-on"
 # Stages in which leaving a lever out changes what is trained, on the same data.
 STAGES = ("model", "train")
+CONDITIONS = ("data_identity", "train_tokens", "device", "versions")
 # The chance that a normal value lies within two standard deviations.
 WITHIN_TWO = math.erf(math.sqrt(2))
 
@@ -270,7 +271,36 @@ def read_bpb(folder: RunFolder, num_tokens: int) -> float | None:
 def read_conditions(folder: RunFolder) -> dict[str, Any]:
     """On what data, device and versions a run was made."""
     about = folder.read_json(folder.about_file)
-    return {key: about.get(key) for key in ("data_identity", "train_tokens", "device", "versions")}
+    return {key: about.get(key) for key in CONDITIONS}
+
+
+@dataclass(frozen=True)
+class Known:
+    """Bits per byte of runs made before, by name, and on what they were made."""
+
+    bpb: dict[str, float]
+    conditions: dict[str, Any]
+
+
+def read_known(path: Path, plan: Plan, data_identity: str) -> Known:
+    """The runs of an earlier ablation.json, which must be of the same recipe, tokens and data."""
+    result = RunFolder(path.parent).read_json(path)
+    wanted = {
+        "recipe_hash": plan.recipe_hash,
+        "tokens": plan.request.num_tokens,
+        "data_identity": data_identity,
+    }
+    for key, value in wanted.items():
+        if result.get(key) != value:
+            raise RunError(f"{path} has {key} {result.get(key)}, this ablation has {value}")
+    try:
+        values = zip(result["seeds"], result["baseline"]["bpb"], strict=True)
+        bpb = {f"seed-{seed}": float(value) for seed, value in values}
+        bpb |= {f"without-{row['lever']}": float(row["bpb"]) for row in result["levers"]}
+        always = {} if result["loops_on"] is None else {LOOPS_ON: float(result["loops_on"])}
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunError(f"{path} is not the result of an ablation ({error!r})") from error
+    return Known(bpb | always, {key: result.get(key) for key in CONDITIONS})
 
 
 def read_tail(folder: Path, num_lines: int = 8) -> str:
