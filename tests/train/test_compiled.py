@@ -14,7 +14,7 @@ from lever_stacks import batch_of, randomized
 from underpar.model.gpt import GPT
 from underpar.recipe import load_recipe
 from underpar.train import compiled
-from underpar.train.compiled import CompiledLoss, Regions, Sharing, take_rows_out
+from underpar.train.compiled import Branches, CompiledLoss, Sharing, take_rows_out
 from underpar.train.step import LossOf, mean_loss
 
 SLOW = pytest.mark.slow
@@ -144,7 +144,7 @@ class LossApart(CompiledLoss):
 
     def __init__(self) -> None:
         super().__init__()
-        self.regions = Regions(apart=True)
+        self.regions = Branches()
 
 
 def test_branches_apart_are_few_graphs_and_the_plain_loss(compiler: Compiler) -> None:

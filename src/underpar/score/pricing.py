@@ -14,7 +14,7 @@ from torch import Tensor
 
 from underpar.model.gpt import GPT
 from underpar.seams import Past, Stream
-from underpar.train.compiled import Regions, mark_sized
+from underpar.train.compiled import Branches, mark_sized
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +51,7 @@ class CompiledPricing:
     """The same, compiled; `vary`: steps have several widths, which takes longer to compile."""
 
     def __init__(self, vary: bool) -> None:
-        self.regions = Regions(vary, apart=True)
+        self.regions = Branches(vary)
         self._vary = vary
         self._end = self.regions.region(_finish)
 

@@ -6,7 +6,7 @@ their weights share one graph. What crosses a region is what one graph for all w
 and the rotary tables are better stored than computed again in every layer, as such a graph does.
 
 Layers also differ in what levers do around attention and MLP. Where a step is short and compiling
-counts, these two alone are regions (`apart`): fewer and smaller graphs, and less that is fused.
+counts, these two alone are regions (`Branches`): fewer and smaller graphs, and less that is fused.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,23 +39,13 @@ INDUCTOR = {"triton.mix_order_reduction": False}
 
 
 class Regions:
-    """Compiles a model region by region; a break in one is an error.
+    """Compiles a model region by region; a break in one is an error."""
 
-    `vary`: the number of tokens differs from pass to pass, in the same graphs. `apart`: attention
-    and MLP are regions, and what is around them is not compiled.
-    """
-
-    def __init__(self, vary: bool = False, apart: bool = False) -> None:
-        self._vary = vary
-        self._apart = apart
+    def __init__(self) -> None:
         self._sharing = Sharing(_inductor)
         # Functions of this object: their traces are not those of another.
         self._embed = self.region(lambda model, tokens, past: model.embed(tokens, past))
         self._take = self.region(lambda model, visit, stream: model.visit(visit, stream))
-        self._branches = {
-            "attend": self.region(lambda block, *given: Block.attend(block, *given)),
-            "think": self.region(lambda block, *given: Block.think(block, *given)),
-        }
 
     def region(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, compiled; it shares graphs with the others."""
@@ -74,52 +65,68 @@ class Regions:
         """The stream behind the last visit of a block."""
         self._sharing.begin()
         with torch._dynamo.config.patch(LIMITS):
-            read = self._read_apart if self._apart else self._read_visits
-            stream = read(model, tokens, past)
-            self._mark(stream)
-        return stream
+            return self._read(model, tokens, past)
 
-    def _read_visits(self, model: GPT, tokens: Tensor, past: Past) -> Stream:
-        if self._vary:
-            mark_sized(tokens, past.positions)
+    def _read(self, model: GPT, tokens: Tensor, past: Past) -> Stream:
         stream: Stream = self._embed(model, tokens, past)
         for visit in model.plan:
             # Another object: one that is kept elsewhere too would make this visit special.
             stream.x = stream.x.view_as(stream.x)
-            self._mark(stream)
             self._take(model, visit, stream)
         return stream
 
-    def _read_apart(self, model: GPT, tokens: Tensor, past: Past) -> Stream:
-        def branch(name: str, block: nn.Module) -> Callable[..., Tensor]:
-            def run(x: Tensor, visit: Visit, *streams: Stream) -> Tensor:
-                x = x.view_as(x)
-                if self._vary:
-                    mark_sized(x)
-                for stream in streams:
-                    self._mark(stream)
-                y: Tensor = self._branches[name](block, x, visit, *streams)
-                return y
 
-            return run
+class Branches(Regions):
+    """The same with attention and MLP as regions; what is around them is not compiled.
 
+    `vary`: the number of tokens differs from pass to pass, in the same graphs.
+    """
+
+    def __init__(self, vary: bool = False) -> None:
+        super().__init__()
+        self._vary = vary
+        self._branches = {
+            "attend": self.region(lambda block, *given: Block.attend(block, *given)),
+            "think": self.region(lambda block, *given: Block.think(block, *given)),
+        }
+
+    def _read(self, model: GPT, tokens: Tensor, past: Past) -> Stream:
         stream = model.embed(tokens, past)
         # Where the embedding does not learn, too: else the first attention were a graph of its own.
         stream.x.requires_grad_(torch.is_grad_enabled())
-        pairs = [(block, name) for block in model.blocks for name in self._branches]
-        try:
-            for block, name in pairs:
-                setattr(block, name, branch(name, block))
+        with self._in_place(model):
             for visit in model.plan:
                 model.visit(visit, stream)
+        self._mark(stream)
+        return stream
+
+    @contextmanager
+    def _in_place(self, model: GPT) -> Iterator[None]:
+        """Inside, the model's blocks call their regions."""
+        pairs = [(block, name) for block in model.blocks for name in self._branches]
+        for block, name in pairs:
+            setattr(block, name, partial(self._run, name, block))
+        try:
+            yield
         finally:
             for block, name in pairs:
                 delattr(block, name)
-        return stream
 
-    def _mark(self, stream: Stream) -> None:
+    def _run(
+        self, name: str, block: nn.Module, x: Tensor, visit: Visit, *streams: Stream
+    ) -> Tensor:
+        self._mark(*streams)
+        # Another object: one that is kept elsewhere too would make this visit special.
+        x = x.view_as(x)
         if self._vary:
-            mark_sized(*tree_leaves((stream.x, stream.start, stream.angles, stream.kept)))
+            mark_sized(x)
+        y: Tensor = self._branches[name](block, x, visit, *streams)
+        return y
+
+    def _mark(self, *streams: Stream) -> None:
+        if self._vary:
+            kept = [(own.x, own.start, own.angles, own.kept) for own in streams]
+            mark_sized(*tree_leaves(kept))
 
 
 def mark_sized(*tensors: Tensor | None) -> None:
