@@ -9,6 +9,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 import pytest
+import torch
 from scipy import stats
 from typer.testing import CliRunner
 
@@ -26,7 +27,7 @@ from underpar.lab.ablate import (
     run_plan,
     summarize,
 )
-from underpar.pipeline import data_identity, load_data
+from underpar.pipeline import data_identity, device_name, load_data, versions
 from underpar.recipe import Recipe, load_recipe
 from underpar.run import RunFolder
 
@@ -366,17 +367,21 @@ def test_known_runs_are_not_made_again(
     words = ("--seeds", "3", "--json")
     invoke(device, tiny_data, monkeypatch, *words, "--lever", "loop")
     known = old / "ablation.json"
-    tree = json.loads(known.read_text()) | {"data_identity": data_identity(load_data(tiny_data))}
+    here = {"data_identity": data_identity(load_data(tiny_data)), "versions": versions()}
+    here |= {"device": device_name(torch.device("cpu")), "remark": "By hand."}
+    tree = json.loads(known.read_text()) | here
     known.write_text(json.dumps(tree))
     device = Device(new, {"without-smear": 2.25})
-    found = invoke(device, tiny_data, monkeypatch, *words, "--known", str(known))
+    words = (*words, "--known", str(known), "--device", "cpu")
+    found = invoke(device, tiny_data, monkeypatch, *words)
     assert found.exit_code == 0, found.output
     assert device.started == ["without-smear", "without-recur_ab", "without-softcap"]
     result = json.loads(found.stdout)
     assert result["baseline"] == tree["baseline"] and result["loops_on"] == tree["loops_on"]
     bpb = {row["lever"]: row["bpb"] for row in result["levers"]}
     assert bpb == {"loop": 2.5, "recur_ab": 2.01, "smear": 2.25, "softcap": 2.01}
-    assert (result["device"], result["data_identity"]) == ("fake", tree["data_identity"])
+    assert {key: result[key] for key in here} == here
+    assert "\n- By hand.\n" in (new / "ablation.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -385,6 +390,7 @@ def test_known_runs_are_not_made_again(
         ({"recipe_hash": "0"}, "has recipe_hash 0, this ablation has "),
         ({"tokens": 5}, "has tokens 5, this ablation has 4096"),
         ({"data_identity": "e"}, "has data_identity e, this ablation has d"),
+        ({"device": "another"}, "has device another, this ablation has fake"),
         ({"levers": [{}]}, "is not the result of an ablation"),
         ({"seeds": [1]}, "is not the result of an ablation"),
     ],
@@ -393,13 +399,14 @@ def test_known_runs_of_something_else_are_refused(
     tmp_path: Path, change: dict[str, Any], words: str
 ) -> None:
     plan = plan_of()
-    result = summarize(plan, BPB) | {"data_identity": "d"}
+    here = {"data_identity": "d", "device": "fake"}
+    result = summarize(plan, BPB) | here
     path = tmp_path / "ablation.json"
     path.write_text(json.dumps(result))
-    assert read_known(path, plan, "d").bpb == BPB
+    assert read_known(path, plan, here).bpb == BPB
     path.write_text(json.dumps(result | change))
     with pytest.raises(RunError, match=words):
-        read_known(path, plan, "d")
+        read_known(path, plan, here)
 
 
 def test_help_teaches_with_examples() -> None:

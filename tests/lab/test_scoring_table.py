@@ -66,14 +66,17 @@ def test_rows_of_two_processes_are_told_apart(
 ) -> None:
     record = json.loads((measured / "scoring.json").read_text())
     record["rows"] = record["rows"][:1]
-    record["rows"][0]["made"] |= {"device": "elsewhere", "process_began": "earlier"}
+    record["rows"][0]["made"] |= {"device": "elsewhere", "began": "earlier"}
     (tmp_path / "scoring.json").write_text(json.dumps(record))
     assert main(words_of(tiny_run, tmp_path, PLAIN, SLIDING)) == 0
     first, second = (tmp_path / "scoring.md").read_text().splitlines()[-2:]
     assert first.startswith("- elsewhere, ")
-    assert first.endswith(f" of earlier: {ROWS[PLAIN].title}")
+    assert first.endswith(f" at earlier: {ROWS[PLAIN].title}")
     assert second.startswith("- cpu")
     assert second.endswith(f": {ROWS[SLIDING].title}")
+    # A file of before, in which rows do not say.
+    del record["rows"][0]["made"]
+    assert f"- not recorded: {ROWS[PLAIN].title}" in scoring_table.to_markdown(record)
 
 
 def test_what_is_there_is_not_measured_again(

@@ -287,9 +287,10 @@ def ablate(
     command continues what was stopped. Exit code 2 if a run failed.
     """
     from underpar.lab import ablate as lab
-    from underpar.pipeline import data_identity, load_data
+    from underpar.pipeline import data_identity, device_name, load_data, versions
     from underpar.report.lever_docs import ablation_rows, ablation_section
     from underpar.run import RunFolder, write_atomic, write_json
+    from underpar.runtime import open_runtime
 
     def show(job: lab.Job, bpb: float | None, done: int, total: int) -> None:
         said = "failed" if bpb is None else f"{bpb:.4f} bits per byte"
@@ -299,7 +300,10 @@ def ablate(
     request = lab.Request(recipe, tuple(set_ or ()), tuple(lever or ()), seeds, tokens)
     plan = lab.make_plan(request)
     identity = data_identity(load_data(data, verify=False))
-    before = lab.read_known(known, plan, identity) if known else lab.Known({}, {})
+    # Runs are compared with each other: those of another device or torch are no part of it.
+    here = {"device": device_name(open_runtime(device).device), "versions": versions()}
+    here |= {"data_identity": identity}
+    before = lab.read_known(known, plan, here) if known else lab.Known({}, {})
     left = replace(plan, jobs=tuple(job for job in plan.jobs if job.name not in before.bpb))
     launch = lab.launcher(recipe, data, out, device)
     outcome = lab.run_plan(left, out, launch, jobs, identity, show)

@@ -29,7 +29,7 @@ LOOP = "loop"
 LOOPS_ON = "loops-on"
 # Stages in which leaving a lever out changes what is trained, on the same data.
 STAGES = ("model", "train")
-CONDITIONS = ("data_identity", "train_tokens", "device", "versions")
+CONDITIONS = ("data_identity", "train_tokens", "device", "versions", "remark")
 # The chance that a normal value lies within two standard deviations.
 WITHIN_TWO = math.erf(math.sqrt(2))
 
@@ -282,15 +282,11 @@ class Known:
     conditions: dict[str, Any]
 
 
-def read_known(path: Path, plan: Plan, data_identity: str) -> Known:
-    """The runs of an earlier ablation.json, which must be of the same recipe, tokens and data."""
+def read_known(path: Path, plan: Plan, conditions: Mapping[str, Any]) -> Known:
+    """The runs of an earlier ablation.json, of the same recipe and tokens under `conditions`."""
     result = RunFolder(path.parent).read_json(path)
-    wanted = {
-        "recipe_hash": plan.recipe_hash,
-        "tokens": plan.request.num_tokens,
-        "data_identity": data_identity,
-    }
-    for key, value in wanted.items():
+    wanted = {"recipe_hash": plan.recipe_hash, "tokens": plan.request.num_tokens}
+    for key, value in (wanted | dict(conditions)).items():
         if result.get(key) != value:
             raise RunError(f"{path} has {key} {result.get(key)}, this ablation has {value}")
     try:

@@ -5,8 +5,8 @@
 
 Every row is `underpar score` with the options it names, run in one process after a warm-up, with
 the verdict of the audit's probes for its order: whether tokens or lengths to come change a price.
-Seconds are those of pricing and learning, without loading; each row says on what machine and in
-which process it was made. OUT gets scoring.json, with every row as
+Seconds are those of pricing and learning, without loading; each row says on what machine it was
+made and when its process began. OUT gets scoring.json, with every row as
 soon as it is measured, and scoring.md; a stopped run continues. With --no-probes verdicts are left
 to another run with the same OUT, on any machine: it measures no row again.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -142,7 +142,7 @@ def _made(runtime: Runtime) -> dict[str, str]:
         "device": device_name(runtime.device),
         "attention": backend_of(runtime.device, runtime.dtype),
         **versions(),
-        "process_began": datetime.now(UTC).isoformat(timespec="seconds"),
+        "began": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
 
@@ -199,18 +199,20 @@ def to_markdown(record: Mapping[str, Any]) -> str:
             f"{row['tokens_per_second']:,.0f} | {row['order']} | {verdict(row)} |"
         )
     lines.append("")
-    for made, titles in _processes(record["rows"]):
+    for made, titles in _processes(record["rows"]).items():
         lines.append(f"- {made}: {', '.join(titles)}")
     return "\n".join(lines) + "\n"
 
 
-def _processes(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[str]]]:
+def _processes(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     """On what, and the rows that one process measured there."""
     found: dict[str, list[str]] = {}
     for row in rows:
-        said = "{device}, {attention}, torch {torch}, process of {process_began}"
-        found.setdefault(said.format(**row["made"]), []).append(row["title"])
-    yield from found.items()
+        said = "{device}, {attention}, torch {torch}, begun at {began}"
+        # Files of before have rows that do not say.
+        where = said.format(**row["made"]) if "made" in row else "not recorded"
+        found.setdefault(where, []).append(row["title"])
+    return found
 
 
 def read_request(words: Sequence[str] | None = None) -> Request:

@@ -75,7 +75,7 @@ one run of the first seed without a lever.
   seeds (Student's t). Differences within it say nothing; of levers that do nothing, one in 22
   lies beyond it all the same.
 - Short runs favor what learns fast: a lever may be worth more, or less, in a run of full length.
-{loops}
+{remark}{loops}
 {table}"""
 
 LOOPS = """- **Loops on**: the loop, and what needs it, is compared with one run that loops from the
@@ -115,6 +115,7 @@ def ablation_section(result: Mapping[str, Any]) -> str:
         seeds=", ".join(map(str, result["seeds"])),
         mean=result["baseline"]["mean"],
         sd=1000 * result["baseline"]["sd"],
+        remark=f"- {result['remark']}\n" if result.get("remark") else "",
         loops="" if always is None else LOOPS.format(bpb=always),
         table=_table(columns, rows),
     )

@@ -141,8 +141,10 @@ class Team:
     def _is_recordable(self) -> bool:
         """Whether steps can become CUDA graphs."""
         device, blocks = self._predictor.device, self._predictor.model.blocks
-        if device.type != "cuda" or isinstance(self.reading, KeptLanes):
-            return device.type == "cuda"
+        if device.type != "cuda":
+            return False
+        if isinstance(self.reading, KeptLanes):
+            return True
         # Packed rows: some backends, those of fp32 among them, cut by boundaries on the host.
         windows = {bool(block.attn.window) for block in blocks if isinstance(block, Block)}
         names = [backend_of(device, self._predictor.dtype, windowed) for windowed in windows]
