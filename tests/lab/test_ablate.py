@@ -402,6 +402,11 @@ def test_known_runs_of_something_else_are_refused(
     here = {"data_identity": "d", "device": "fake"}
     result = summarize(plan, BPB) | here
     path = tmp_path / "ablation.json"
+    with pytest.raises(RunError, match="does not exist; 'underpar ablate' leaves"):
+        read_known(path, plan, here)
+    path.write_text("[]")
+    with pytest.raises(RunError, match="is not the result of an ablation"):
+        read_known(path, plan, here)
     path.write_text(json.dumps(result))
     assert read_known(path, plan, here).bpb == BPB
     path.write_text(json.dumps(result | change))

@@ -284,7 +284,11 @@ class Known:
 
 def read_known(path: Path, plan: Plan, conditions: Mapping[str, Any]) -> Known:
     """The runs of an earlier ablation.json, of the same recipe and tokens under `conditions`."""
+    if not path.is_file():
+        raise RunError(f"{path} does not exist; 'underpar ablate' leaves an ablation.json in --out")
     result = RunFolder(path.parent).read_json(path)
+    if not isinstance(result, dict):
+        raise RunError(f"{path} is not the result of an ablation")
     wanted = {"recipe_hash": plan.recipe_hash, "tokens": plan.request.num_tokens}
     for key, value in (wanted | dict(conditions)).items():
         if result.get(key) != value:
