@@ -41,7 +41,6 @@ from underpar.data.shards import Shard
 from underpar.data.tokens.tokenizer import Tokenizer, read_model
 from underpar.errors import RecipeError, RunError
 from underpar.infer.predictor import Predictor
-from underpar.kernels.attention import backend_of
 from underpar.recipe import Recipe
 from underpar.run import RunFolder, write_atomic, write_json
 from underpar.runtime import Clock, Runtime, seed_everything
@@ -155,7 +154,6 @@ def _begin_run(
             "num_weights": sum(torch.Size(s).numel() for s in weight_shapes(recipe).values()),
             "device": device_name(runtime.device),
             "ranks": runtime.world,
-            "attention": backend_of(runtime.device, runtime.dtype),
             "compiled": runtime.compiled,
             "versions": versions(),
         },

@@ -42,7 +42,6 @@ def train(
     """
     last: dict[str, Any] = {}
     resumed = folder.checkpoint_file.exists()
-    attention = backend_of(runtime.device, runtime.dtype)
     watch = Watch(reference, list(folder.metrics()) if resumed else ())
     with progress_bar("train", 1, quiet or not runtime.is_main) as bar:
 
@@ -50,14 +49,16 @@ def train(
             if not last and not quiet:
                 if resumed:
                     ERR.print(f"continuing {folder.path} at step {line['step']}", markup=False)
-                ERR.print(f"attention: {attention}", markup=False)
+                chosen = backend_of(runtime.device, runtime.dtype)
+                ERR.print(f"attention: {chosen}", markup=False)
             last.update(line)
             bar.update(spent_share(recipe.train, line), watch.add(line))
             return watch.stopped is not None
 
         finished = pipeline.train_run(recipe, data, folder, runtime, show)
     summary = {"finished": finished, "run": str(folder.path), "recipe_hash": recipe.hash}
-    summary |= {"attention": attention, "compiled": runtime.compiled}
+    summary |= {"attention": backend_of(runtime.device, runtime.dtype)}
+    summary |= {"compiled": runtime.compiled}
     summary |= {"stopped": watch.stopped} if watch.stopped else {}
     shown = ("step", "tokens", "start_seconds", "seconds", "loss")
     summary |= {k: last[k] for k in shown if k in last}

@@ -1,5 +1,6 @@
 """Which backend attends: trials, refusals, the choice of the process."""
 
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ from underpar.kernels.attention import (
     choice,
     choose,
     set_backend,
+    set_backend_aside,
 )
 from underpar.kernels.attention.backend import Backend, Gradients, Pieces, Saved
 from underpar.kernels.attention.reference import REFERENCE
@@ -93,6 +95,59 @@ def test_the_operator_follows_the_choice(monkeypatch: pytest.MonkeyPatch) -> Non
     x = torch.randn(3, 2, 8)
     attend(x, x, x, torch.tensor([0, 3], dtype=torch.int32), 3)
     assert called == [3]
+
+
+def test_what_is_compiled_follows_a_later_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor]:
+        called.append(len(q))
+        return REFERENCE.forward(q, k, v, pieces)
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    x, cu = torch.randn(3, 2, 8), torch.tensor([0, 3], dtype=torch.int32)
+    before = compiled(x, x, x, cu, 3)
+    add(monkeypatch, replace(REFERENCE, forward=forward))
+    set_backend("own", CPU, torch.float32)
+    called.clear()
+    torch.testing.assert_close(compiled(x, x, x, cu, 3), before)
+    assert called == [3]
+
+
+def test_who_asks_during_a_trial_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    trials, begun, go_on = [], threading.Event(), threading.Event()
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor]:
+        trials.append(threading.current_thread().name)
+        begun.set()
+        assert go_on.wait(60)
+        return REFERENCE.forward(q, k, v, pieces)
+
+    add(monkeypatch, replace(REFERENCE, forward=forward))
+    answers: list[str] = []
+
+    def ask() -> None:
+        answers.append(backend_of(CPU, torch.float32))
+
+    threads = [threading.Thread(target=ask, name=str(number)) for number in range(3)]
+    threads[0].start()
+    assert begun.wait(60)
+    for thread in threads[1:]:
+        thread.start()
+    threads[1].join(0.2)
+    assert not answers
+    go_on.set()
+    for thread in threads:
+        thread.join(60)
+    assert (trials, answers) == (["0"], ["own"] * 3)
+
+
+def test_a_choice_on_the_side_needs_no_thread_on_a_cpu() -> None:
+    set_backend("reference", CPU, torch.float32)
+    num_threads = threading.active_count()
+    set_backend_aside(CPU, torch.float32)
+    assert threading.active_count() == num_threads
+    assert backend_of(CPU, torch.float32) == "sdpa"
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ class Device:
         self.started.append(job.name)
         (self.out / job.name / "train.log").write_text("one line\n")
         if job.name in self.done:
-            RunFolder(self.out / job.name).weights_file.touch()
+            RunFolder(self.out / job.name).validation_file.touch()
         return self
 
     def poll(self) -> int:

@@ -45,9 +45,12 @@ RunPath = Annotated[Path, typer.Argument(help="A folder made by 'underpar train'
 
 def choose_attention(name: str, runtime: Runtime) -> None:
     """Choose the attention backend of this process; one that cannot be had is an error."""
-    from underpar.kernels.attention import set_backend
+    from underpar.kernels.attention import set_backend, set_backend_aside
 
-    set_backend(name, runtime.device, runtime.dtype)
+    if name == "auto":
+        set_backend_aside(runtime.device, runtime.dtype)
+    else:
+        set_backend(name, runtime.device, runtime.dtype)
 
 
 def show_summary(json: bool, title: str, summary: dict[str, Any]) -> None:

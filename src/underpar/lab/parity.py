@@ -152,7 +152,8 @@ def _claim(request: Request, job: Job) -> None:
 
 
 def _is_done(request: Request, job: Job) -> bool:
-    return _folder(request, job.name).weights_file.exists()
+    # Written last.
+    return _folder(request, job.name).validation_file.exists()
 
 
 def _end(request: Request, job: Job, code: int) -> None:
@@ -169,7 +170,7 @@ def _describe(request: Request, name: str) -> dict[str, Any]:
     return {
         "micro_batches": VARIANTS[name].num_micro_batches,
         "compiled": about.get("compiled"),
-        "attention": about.get("attention"),
+        "attention": folder.read_json(folder.validation_file).get("attention"),
         "loss_nats": mean_last_loss(folder, request.num_steps),
     }
 

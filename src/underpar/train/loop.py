@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from underpar.data.loader import Loader
+from underpar.kernels.attention import backend_of
 from underpar.model.gpt import GPT
 from underpar.recipe import TrainPart
 from underpar.run import RunFolder, write_atomic, write_json
@@ -295,7 +296,8 @@ class Trainer:
             step, seconds = self.position.step, self.position.seconds
             about = {"step": step, "seconds": seconds, "tokens": step * self.loader.step_tokens}
             values = found.as_dict() | self._forecast_size()
-            write_json(self.folder.validation_file, about | values)
+            chosen = {"attention": backend_of(self.runtime.device, self.runtime.dtype)}
+            write_json(self.folder.validation_file, about | values | chosen)
 
 
 @contextmanager

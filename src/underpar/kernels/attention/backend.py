@@ -33,14 +33,15 @@ class Saved(NamedTuple):
 
 @dataclass(frozen=True)
 class Backend:
-    """One way to attend; `forward` gives (out, lse), `backward` the gradients of q, k and v."""
+    """One way to attend; `forward` gives (out, lse), `backward` the gradients of q, k and v.
+
+    lse is the logsumexp of each row of scores, (H, N) fp32, or empty.
+    """
 
     name: str
     what: str
     forward: Callable[[Tensor, Tensor, Tensor, Pieces], tuple[Tensor, Tensor]]
     backward: Callable[[Tensor, Saved, Pieces], Gradients]
-    # Whether forward gives the logsumexp of each row of scores, (H, N) fp32, or an empty tensor.
-    has_lse: bool = False
     # Whether the kernels are for half precision on CUDA alone.
     cuda_halves: bool = False
     # Whether the host need not know the boundaries, so that a CUDA graph may hold it.

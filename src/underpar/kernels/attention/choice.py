@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import cache
 from itertools import accumulate
 
@@ -33,6 +34,8 @@ PROBE_WINDOWS = (0, 5)
 # Relative error that no rounding makes and any wrong mask exceeds.
 TOLERANCE = 0.02
 
+# One trial at a time; who needs its outcome waits for it.
+_trial = threading.RLock()
 # What was asked for, and what that came to with and without windows.
 _wishes: dict[tuple[torch.device, torch.dtype], str] = {}
 _choices: dict[tuple[torch.device, torch.dtype, bool], str] = {}
@@ -71,14 +74,30 @@ def _is_first(name: str, device: torch.device, dtype: torch.dtype, windowed: boo
 def set_backend(name: str, device: torch.device, dtype: torch.dtype) -> str:
     """Choose for the rest of the process, for this device and precision; returns the choice.
 
-    What is already compiled keeps the choice it was compiled with.
+    Not between a forward pass and its backward pass.
     """
-    chosen = choose(name, device, dtype)
     place = _placed(device), dtype
-    _wishes[place] = name
-    _choices.pop((*place, True), None)
-    _choices[*place, False] = chosen
+    with _trial:
+        chosen = choose(name, device, dtype)
+        _wishes[place] = name
+        _choices.pop((*place, True), None)
+        _choices[*place, False] = chosen
     return chosen
+
+
+def set_backend_aside(device: torch.device, dtype: torch.dtype) -> None:
+    """Have "auto" chosen in a thread of its own, where a trial compiles for seconds."""
+    if device.type != "cuda":
+        set_backend("auto", device, dtype)
+        return
+
+    def choose_there() -> None:
+        # Which device is the current one is a matter of the thread.
+        with torch.cuda.device(device):
+            set_backend("auto", device, dtype)
+
+    # No daemon: a process that ended in the middle of a trial might crash.
+    threading.Thread(target=choose_there, name="trial of attention").start()
 
 
 def backend_of(device: torch.device, dtype: torch.dtype, windowed: bool = False) -> str:
@@ -88,13 +107,10 @@ def backend_of(device: torch.device, dtype: torch.dtype, windowed: bool = False)
         return REFERENCE.name
     place = _placed(device), dtype
     if (*place, windowed) not in _choices:
-        _choices[*place, windowed] = choose(_wishes.get(place, "auto"), *place, windowed)
+        with _trial:
+            wish = _wishes.get(place, "auto")
+            _choices[*place, windowed] = choose(wish, *place, windowed)
     return _choices[*place, windowed]
-
-
-# A compiler calls it while it traces, and keeps the answer. This is what
-# torch.compiler.assume_constant_result does, less its import of the compiler.
-backend_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _placed(device: torch.device) -> torch.device:

@@ -45,4 +45,4 @@ def _kernels() -> Any:
     return torch.ops.flash_attn_3
 
 
-FA3 = Backend("fa3", "FlashAttention-3", forward, backward, has_lse=True, cuda_halves=True)
+FA3 = Backend("fa3", "FlashAttention-3", forward, backward, cuda_halves=True)

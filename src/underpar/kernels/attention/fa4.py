@@ -47,4 +47,4 @@ def compiler_errors() -> tuple[type[Exception], ...]:
     return (DSLBaseError,)
 
 
-FA4 = Backend("fa4", "FlashAttention-4", forward, backward, has_lse=True, cuda_halves=True)
+FA4 = Backend("fa4", "FlashAttention-4", forward, backward, cuda_halves=True)

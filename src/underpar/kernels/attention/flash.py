@@ -39,11 +39,4 @@ def _window(pieces: Pieces) -> dict[str, int]:
     return {"window_size_left": pieces.window or -1, "window_size_right": 0}
 
 
-FLASH = Backend(
-    "flash",
-    "FlashAttention-2 of torch",
-    forward,
-    backward,
-    has_lse=True,
-    cuda_halves=True,
-)
+FLASH = Backend("flash", "FlashAttention-2 of torch", forward, backward, cuda_halves=True)

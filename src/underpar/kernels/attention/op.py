@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.library import define, impl, register_autograd, register_fake
 
-from underpar.kernels.attention.backend import Gradients, Pieces, Saved
+from underpar.kernels.attention.backend import Backend, Gradients, Pieces, Saved
 from underpar.kernels.attention.choice import backend_of
 from underpar.kernels.attention.table import find_backend
 
@@ -27,17 +27,18 @@ def attend(
 
     Piece s holds the tokens cu[s] to cu[s+1], at most `max_len`. Query head h reads key head
     h // (H / K). The scale is 1 / sqrt(D). A `window` above 0 lets a query see that many tokens
-    before its own. The backend is the process's choice unless it is named.
+    before its own. The backend is the process's choice unless it is named; it is looked up when the
+    operator runs, so that compilers need not wait for a trial.
     """
     assert q.dtype == k.dtype == v.dtype and q.size(1) % k.size(1) == 0
     assert cu.dtype == torch.int32 and cu.device == q.device and window >= 0
-    name = backend_of(q.device, q.dtype, window > 0) if backend is None else backend
-    out: Tensor = torch.ops.underpar.attend(q, k, v, cu, [max_len, window], name)[0]
+    out: Tensor = torch.ops.underpar.attend(q, k, v, cu, [max_len, window], backend or "")[0]
     return out
 
 
 # Defined by schema and not by torch.library.custom_op, whose first call imports the compiler.
-# `limits` are max_len and window; `saved` are the tensors of Saved.
+# `limits` are max_len and window; `saved` are the tensors of Saved. Whatever computes them, results
+# have the same shapes: `lse` is zeros where a backend makes none.
 define(
     "underpar::attend",
     "(Tensor q, Tensor k, Tensor v, Tensor cu, int[] limits, str backend) -> (Tensor, Tensor)",
@@ -55,16 +56,19 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     # An operator computes in the precision that it is given.
     with torch.autocast(q.device.type, enabled=False):
-        out, lse = find_backend(backend).forward(q, k, v, Pieces(cu, *limits))
-    return out.contiguous(), lse
+        out, lse = _chosen(backend, q, limits).forward(q, k, v, Pieces(cu, *limits))
+    return out.contiguous(), lse if lse.numel() else lse.new_zeros(q.size(1), q.size(0))
+
+
+def _chosen(name: str, q: Tensor, limits: list[int]) -> Backend:
+    return find_backend(name or backend_of(q.device, q.dtype, limits[1] > 0))
 
 
 @register_fake("underpar::attend")
 def _(
     q: Tensor, k: Tensor, v: Tensor, cu: Tensor, limits: list[int], backend: str
 ) -> tuple[Tensor, Tensor]:
-    shape = (q.size(1), q.size(0)) if find_backend(backend).has_lse else (0,)
-    return q.new_empty(q.shape), q.new_empty(shape, dtype=torch.float32)
+    return q.new_empty(q.shape), q.new_empty((q.size(1), q.size(0)), dtype=torch.float32)
 
 
 @impl("underpar::attend_backward", "CompositeExplicitAutograd")
@@ -72,9 +76,8 @@ def _attend_backward(
     grad: Tensor, saved: list[Tensor], cu: Tensor, limits: list[int], backend: str
 ) -> Gradients:
     with torch.autocast(grad.device.type, enabled=False):
-        dq, dk, dv = find_backend(backend).backward(
-            grad.contiguous(), Saved(*saved), Pieces(cu, *limits)
-        )
+        own = _chosen(backend, saved[0], limits)
+        dq, dk, dv = own.backward(grad.contiguous(), Saved(*saved), Pieces(cu, *limits))
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
