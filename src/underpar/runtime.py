@@ -115,12 +115,14 @@ def warm_compiler(runtime: Runtime) -> None:
         return
 
     def load() -> None:
-        from torch._inductor import async_compile, compile_fx  # noqa: F401
+        from torch._inductor import async_compile
 
         # Not in every version.
         warm = getattr(async_compile, "maybe_warm_pool", None)
         if warm is not None:
             warm()
+        # Later: workers take longer to start than this to load.
+        from torch._inductor import compile_fx  # noqa: F401
 
     threading.Thread(target=load, name="warm compiler", daemon=True).start()
 

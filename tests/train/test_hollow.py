@@ -1,6 +1,6 @@
 """Hollow passes: all is traced, nothing is computed, and kernels wait for their first use."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -49,15 +49,46 @@ def test_a_hollow_pass_traces_everything_and_computes_nothing(
     torch.testing.assert_close(*grads, rtol=0, atol=1e-5)
 
 
+def trace(function: Callable[..., Any], *args: Any) -> fx.GraphModule:
+    """The graph that a compiler is given."""
+    graphs = []
+
+    def compiler(graph: fx.GraphModule, inputs: list[Any]) -> Any:
+        graphs.append(graph)
+        return graph
+
+    torch.compile(function, backend=compiler, fullgraph=True, dynamic=False)(*args)
+    (graph,) = graphs
+    return graph
+
+
 def test_what_a_graph_passes_through_stays_itself() -> None:
-    def function(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, int]:
-        return x, (x @ y).to(torch.float64), 3
+    def function(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return (x @ y).to(torch.float64), (x + 1).detach().T
 
     x, y = torch.ones(2, 3, requires_grad=True), torch.ones(3, 4)
-    same, product, number = outputs_like(fx.symbolic_trace(function), (x, y))
-    assert same is x and number == 3
+    graph = trace(function, x, y)
+    product, turned = outputs_like(graph, (x, y))
     assert (product.shape, product.dtype, product.requires_grad) == ((2, 4), torch.float64, True)
+    assert (turned.shape, turned.stride(), turned.requires_grad) == ((3, 2), (1, 3), False)
     assert type(product) is Tensor
+    end = graph.graph.output_node()
+    end.args = ((graph.graph.find_nodes(op="placeholder")[0], *end.args[0], 3),)
+    same, *rest, number = outputs_like(graph, (x, y))
+    assert same is x and number == 3 and len(rest) == 2
+
+
+def test_sizes_that_differ_are_those_of_the_pass() -> None:
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        return torch.cat([x, y]).repeat(2, 1)
+
+    x, y = torch.ones(5, 3), torch.ones(7, 3)
+    torch._dynamo.mark_dynamic(x, 0)
+    graph = trace(function, x, y)
+    for num in (5, 9):
+        args = [num, torch.ones(num, 3), y]
+        (found,) = outputs_like(graph, args)
+        assert found.shape == (2 * (num + 7), 3) and found.stride() == (3, 1)
 
 
 def test_a_kernel_is_waited_for_when_it_is_asked() -> None:

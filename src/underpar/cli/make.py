@@ -126,13 +126,15 @@ def train(
     underpar train --resume runs/mine
     underpar train baseline --data data --set train.seed=7 --stop-behind runs/mine
     """
-    from underpar import verbs
-    from underpar.run import RunFolder
     from underpar.runtime import open_runtime, warm_compiler
 
-    resolved, data, folder = _what_to_train(recipe, data, out, set_, resume)
+    # First of all: workers take some ten seconds to start.
     runtime = open_runtime(device, compiled)
     warm_compiler(runtime)
+    from underpar import verbs
+    from underpar.run import RunFolder
+
+    resolved, data, folder = _what_to_train(recipe, data, out, set_, resume)
     choose_attention(attention, runtime)
     reference = None
     if stop_behind is not None:

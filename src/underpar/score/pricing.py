@@ -14,7 +14,7 @@ from torch import Tensor
 
 from underpar.model.gpt import GPT
 from underpar.seams import Past, Stream
-from underpar.train.compiled import Branches, mark_sized
+from underpar.train.compiled import Branches, Regions, mark_sized
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,10 +48,13 @@ def price_rows(model: GPT, given: Given, past: Past) -> Answer:
 
 
 class CompiledPricing:
-    """The same, compiled; `vary`: steps have several widths, which takes longer to compile."""
+    """The same, compiled; `vary`: steps have several widths, as those that read windows again do.
+
+    These are long, and whole visits are fused; others are short, and compile in half the time.
+    """
 
     def __init__(self, vary: bool) -> None:
-        self.regions = Branches(vary)
+        self.regions = Regions(vary) if vary else Branches()
         self._vary = vary
         self._end = self.regions.region(_finish)
 

@@ -5,7 +5,7 @@ part of any graph: a loop that is switched on compiles nothing new, and layers t
 their weights share one graph. What crosses a region is what one graph for all would store anyway,
 and the rotary tables are better stored than computed again in every layer, as such a graph does.
 
-Layers also differ in what levers do around attention and MLP. Where a step is short and compiling
+Layers also differ in what levers do around attention and MLP. Where steps are short and compiling
 counts, these two alone are regions (`Branches`): fewer and smaller graphs, and less that is fused.
 """
 
@@ -25,7 +25,7 @@ from underpar.data.loader import Batch
 from underpar.kernels.capped import capped_cross_entropy
 from underpar.model.gpt import GPT, Block
 from underpar.model.past import PackedPast
-from underpar.seams import Past, Stream, Visit
+from underpar.seams import Past, Stream
 from underpar.train.hollow import kernels_later, outputs_like
 
 # A graph and what stands for its inputs -> the function that runs it.
@@ -33,15 +33,24 @@ Compiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
 # Visits are traced one by one, which is quick, and a plan may be long.
 MOST_TRACES = 4096
-LIMITS = {"recompile_limit": MOST_TRACES, "accumulated_recompile_limit": MOST_TRACES}
+DYNAMO = {
+    "recompile_limit": MOST_TRACES,
+    "accumulated_recompile_limit": MOST_TRACES,
+    # A visit changes the stream, as it should: to report where takes a twentieth of its trace.
+    "side_effect_replay_policy": "silent",
+}
 # Fused norms with column sums spill registers: 8 % of a step (PR 1420, pytorch#179423).
 INDUCTOR = {"triton.mix_order_reduction": False}
 
 
 class Regions:
-    """Compiles a model region by region; a break in one is an error."""
+    """Compiles a model region by region; a break in one is an error.
 
-    def __init__(self) -> None:
+    `vary`: the number of tokens differs from pass to pass, in the same graphs.
+    """
+
+    def __init__(self, vary: bool = False) -> None:
+        self._vary = vary
         self._sharing = Sharing(_inductor)
         # Functions of this object: their traces are not those of another.
         self._embed = self.region(lambda model, tokens, past: model.embed(tokens, past))
@@ -64,27 +73,33 @@ class Regions:
     def read(self, model: GPT, tokens: Tensor, past: Past) -> Stream:
         """The stream behind the last visit of a block."""
         self._sharing.begin()
-        with torch._dynamo.config.patch(LIMITS):
+        config = torch._dynamo.config
+        # Not every version has all of them.
+        with config.patch({name: DYNAMO[name] for name in DYNAMO if hasattr(config, name)}):
             return self._read(model, tokens, past)
 
     def _read(self, model: GPT, tokens: Tensor, past: Past) -> Stream:
+        if self._vary:
+            mark_sized(tokens, past.positions)
         stream: Stream = self._embed(model, tokens, past)
         for visit in model.plan:
             # Another object: one that is kept elsewhere too would make this visit special.
             stream.x = stream.x.view_as(stream.x)
+            self._mark(stream)
             self._take(model, visit, stream)
+        self._mark(stream)
         return stream
+
+    def _mark(self, stream: Stream) -> None:
+        if self._vary:
+            mark_sized(*tree_leaves((stream.x, stream.start, stream.angles, stream.kept)))
 
 
 class Branches(Regions):
-    """The same with attention and MLP as regions; what is around them is not compiled.
+    """The same with attention and MLP as regions; what is around them is not compiled."""
 
-    `vary`: the number of tokens differs from pass to pass, in the same graphs.
-    """
-
-    def __init__(self, vary: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._vary = vary
         self._branches = {
             "attend": self.region(lambda block, *given: Block.attend(block, *given)),
             "think": self.region(lambda block, *given: Block.think(block, *given)),
@@ -97,7 +112,6 @@ class Branches(Regions):
         with self._in_place(model):
             for visit in model.plan:
                 model.visit(visit, stream)
-        self._mark(stream)
         return stream
 
     @contextmanager
@@ -112,21 +126,10 @@ class Branches(Regions):
             for block, name in pairs:
                 delattr(block, name)
 
-    def _run(
-        self, name: str, block: nn.Module, x: Tensor, visit: Visit, *streams: Stream
-    ) -> Tensor:
-        self._mark(*streams)
+    def _run(self, name: str, block: nn.Module, x: Tensor, *rest: Any) -> Tensor:
         # Another object: one that is kept elsewhere too would make this visit special.
-        x = x.view_as(x)
-        if self._vary:
-            mark_sized(x)
-        y: Tensor = self._branches[name](block, x, visit, *streams)
+        y: Tensor = self._branches[name](block, x.view_as(x), *rest)
         return y
-
-    def _mark(self, *streams: Stream) -> None:
-        if self._vary:
-            kept = [(own.x, own.start, own.angles, own.kept) for own in streams]
-            mark_sized(*tree_leaves(kept))
 
 
 def mark_sized(*tensors: Tensor | None) -> None:

@@ -8,7 +8,7 @@ first run, and outputs of the first pass are tensors of the right shape without 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -61,18 +61,36 @@ def _put_off(_: Any, scope: dict[str, Any]) -> None:
 
 
 def outputs_like(graph: fx.GraphModule, args: Sequence[Any]) -> Any:
-    """Tensors as a graph would return them, without values; what it passes through as it is."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    """Tensors as a traced graph would return them, without values; what it passes through as it is.
 
-    with FakeTensorMode() as mode:
-        fakes = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args]
-        outputs = graph(*fakes)
-    given = {id(fake): arg for fake, arg in zip(fakes, args, strict=True)}
-    return tuple(given[id(o)] if id(o) in given else _without_values(o) for o in outputs)
+    Its tracer has left an example at every node; sizes that may differ are those of `args`.
+    """
+    nodes = list(graph.graph.nodes)
+    given = dict(zip((n for n in nodes if n.op == "placeholder"), args, strict=True))
+    sizes = {}
+    for node, arg in given.items():
+        for named, size in zip(*map(_sizes, (node.meta["example_value"], arg)), strict=True):
+            if isinstance(named, torch.SymInt) and named.node.expr.is_symbol:
+                sizes[named.node.expr] = int(size)
+
+    def output(value: Any) -> Any:
+        if not isinstance(value, fx.Node) or value in given:
+            return given.get(value, value)
+        return _without_values(value.meta["example_value"], sizes)
+
+    return tuple(output(value) for value in nodes[-1].args[0])
 
 
-def _without_values(like: Any) -> Any:
+def _sizes(value: Any) -> Sequence[Any]:
+    return value.shape if isinstance(value, Tensor) else (value,)
+
+
+def _without_values(like: Any, sizes: Mapping[Any, int]) -> Any:
+    def settle(size: Any) -> Any:
+        return int(size.node.expr.xreplace(sizes)) if isinstance(size, torch.SymInt) else size
+
     if not isinstance(like, Tensor):
-        return like
-    empty = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+        return settle(like)
+    shape, strides = ([settle(size) for size in own] for own in (like.shape, like.stride()))
+    empty = torch.empty_strided(shape, strides, dtype=like.dtype, device=like.device)
     return empty.requires_grad_(like.requires_grad)
