@@ -132,6 +132,19 @@ def test_all_widths_are_one_set_of_graphs(model: GPT, keys: str) -> None:
 
 
 @KEYS
+def test_a_hollow_step_has_the_sizes_of_its_width(model: GPT, keys: str) -> None:
+    price, lora = CompiledPricing(vary=True), make_lora(model, NUM_LANES)
+    lanes = make_reading(model, keys, NUM_LANES)
+    answer(price_rows, model, lora, lanes, lanes.rehearsal(NUM_LANES, 9))
+    for width in (9, 24):
+        given = given_of(lanes.rehearsal(NUM_LANES, width))
+        with price.regions.hollow(), lora.attached():
+            log_p, loss = price(model, given, lanes.past(given.counts, given.width))
+        assert log_p.shape == given.wanted.shape and loss.requires_grad
+    assert Counted.num_traces == 5
+
+
+@KEYS
 @pytest.mark.parametrize(("num_lanes", "width"), [(1, 1), (3, 1), (3, 2)])
 def test_a_token_or_two_are_not_compiled(model: GPT, keys: str, num_lanes: int, width: int) -> None:
     lora = make_lora(model, num_lanes)
