@@ -163,9 +163,13 @@ def test_the_compiler_is_warmed_for_a_gpu_alone(monkeypatch: pytest.MonkeyPatch)
         def start(self) -> None:
             started.append("started")
 
+    turns: list[float] = []
     monkeypatch.setattr("underpar.runtime.threading.Thread", Recorder)
+    monkeypatch.setattr("underpar.runtime.sys.setswitchinterval", turns.append)
     for device, compiled in (("cpu", True), ("cuda", False)):
         warm_compiler(Runtime(torch.device(device), compiled=compiled))
-    assert not started
+    assert not started and not turns
     warm_compiler(Runtime(torch.device("cuda"), compiled=True))
     assert started == ["warm compiler", "started"]
+    # Threads beside the main one must not hold it up.
+    assert turns and max(turns) < 0.001 < sys.getswitchinterval()

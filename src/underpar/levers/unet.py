@@ -64,11 +64,13 @@ class UNet(nn.Module):
 
     def before(self, visit: Visit, stream: Stream) -> None:
         """Blend the last output pushed into the stream."""
-        stack = stream.kept.setdefault("unet", [])
+        # A stack as pairs of its top and the rest: a list's length would be part of every trace.
+        stack = stream.kept.setdefault("unet", ())
         if not 0 <= visit.decoder < self.skips or not stack:
             return
         x = stream.x
-        skip = self.weight[visit.decoder].to(x.dtype) * stack.pop()
+        top, stream.kept["unet"] = stack
+        skip = self.weight[visit.decoder].to(x.dtype) * top
         if self.gate is None:
             stream.x = x + skip
         else:
@@ -78,7 +80,7 @@ class UNet(nn.Module):
     def after(self, visit: Visit, x_in: Tensor, stream: Stream) -> None:
         """Push the outputs of the first half."""
         if visit.decoder < 0:
-            stream.kept["unet"].append(stream.x)
+            stream.kept["unet"] = stream.x, stream.kept["unet"]
 
 
 def plug(settings: Settings, spec: ModelSpec) -> UNet:
