@@ -21,10 +21,10 @@ from underpar.errors import UnderparError
 if TYPE_CHECKING:
     import torch
 
-# Seconds for which a thread keeps the interpreter from others that wait; by default 0.005. A thread
-# that leaves it for an operation of torch may wait so long to come back: beside a busy one, tracing
-# a model took 87 s instead of 9, and takes 21 with turns of this length.
-SWITCH_SECONDS = 0.0005
+# Seconds for which a thread keeps the interpreter from others that wait. With the usual ones a
+# thread that leaves it for an operation of torch may wait so long to come back: beside a busy one,
+# tracing a model took 87 s instead of 9, and takes 21 with short turns. A step gains nothing.
+SHORT_TURN, USUAL_TURN = 0.0005, 0.005
 
 _IMPORTED = time.perf_counter()
 _STAT = Path("/proc/self/stat")
@@ -115,11 +115,12 @@ def open_runtime(device: str = "auto", compiled: bool | None = None) -> Runtime:
 def warm_compiler(runtime: Runtime) -> None:
     """Where training compiles for a GPU, load the compiler and start its workers on the side.
 
-    torch's own backend does so; another's would first miss them at its first kernel.
+    torch's own backend does so; another's would first miss them at its first kernel. Threads take
+    short turns from here to `end_warm_up`.
     """
     if not runtime.compiled or runtime.device.type != "cuda":
         return
-    sys.setswitchinterval(SWITCH_SECONDS)
+    sys.setswitchinterval(SHORT_TURN)
 
     def load() -> None:
         from torch._inductor import async_compile
@@ -132,6 +133,11 @@ def warm_compiler(runtime: Runtime) -> None:
         from torch._inductor import compile_fx  # noqa: F401
 
     threading.Thread(target=load, name="warm compiler", daemon=True).start()
+
+
+def end_warm_up() -> None:
+    """All is compiled: threads take their usual turns again."""
+    sys.setswitchinterval(USUAL_TURN)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from underpar.infer.experts import Proposals
 from underpar.infer.lora import Lora, LoraSettings
 from underpar.infer.predictor import Predictor
 from underpar.infer.tilt import Mixture, join
-from underpar.runtime import Clock, Runtime
+from underpar.runtime import Clock, Runtime, end_warm_up
 from underpar.score.ledger import Score
 from underpar.score.method import PUBLISHED, STOP_BITS, Method
 from underpar.score.pricing import CompiledPricing, price_rows
@@ -180,6 +180,7 @@ class DocumentScorer:
             with self.clock.phase("warm-up"):
                 team.record(self._sizes(reading), len(self.mixture.experts))
                 self.runtime.synchronize()
+            end_warm_up()
         return team
 
     def _sizes(self, reading: Reading) -> Sizes:
