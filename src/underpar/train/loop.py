@@ -22,7 +22,7 @@ from underpar.kernels.attention import backend_of
 from underpar.model.gpt import GPT
 from underpar.recipe import TrainPart
 from underpar.run import RunFolder, write_atomic, write_json
-from underpar.runtime import Clock, Runtime, end_warm_up, process_age_seconds
+from underpar.runtime import Clock, Runtime, process_age_seconds
 from underpar.seams import Averager, Disguise, Penalty
 from underpar.train import schedule
 from underpar.train.checkpoint import Position, read_checkpoint, save_checkpoint, save_tensors
@@ -86,7 +86,6 @@ class Trainer:
         if self.runtime.compiled:
             with self.meter.clock.phase("compile"):
                 warm_up(self.model, self.loader, self.part, self.runtime, self._loss_of)
-            end_warm_up()
         step_tokens = self.loader.step_tokens
         before, started = self.position.seconds, self._spent_seconds()
         self._start_seconds = process_age_seconds()

@@ -15,7 +15,7 @@ from underpar.data.loader import Batch, Loader, MicroBatch
 from underpar.data.made_up import made_up_batch
 from underpar.model.gpt import GPT
 from underpar.parts import TrainPart
-from underpar.runtime import Runtime
+from underpar.runtime import Runtime, end_warm_up
 from underpar.train.compiled import CompiledLoss
 from underpar.train.step import LossOf, precision
 
@@ -38,6 +38,7 @@ def warm_up(model: GPT, loader: Loader, part: TrainPart, runtime: Runtime, loss_
         num_graphs += 1
     model.zero_grad(set_to_none=True)
     runtime.synchronize()
+    end_warm_up()
     return num_graphs
 
 
