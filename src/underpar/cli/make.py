@@ -128,7 +128,7 @@ def train(
     """
     from underpar.runtime import open_runtime, warm_compiler
 
-    # First of all: workers take some ten seconds to start.
+    # First of all: workers may take 15 s to start.
     runtime = open_runtime(device, compiled)
     warm_compiler(runtime)
     from underpar import verbs
