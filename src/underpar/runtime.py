@@ -130,7 +130,10 @@ def warm_compiler(runtime: Runtime) -> None:
         if warm is not None:
             warm()
         # Later: workers take longer to start than this to load.
-        from torch._inductor import compile_fx  # noqa: F401
+        from torch._inductor import codecache, compile_fx  # noqa: F401
+
+        # What a cache is asked with: Triton builds its driver for it, by another process.
+        codecache.CacheBase.get_system()
 
     threading.Thread(target=load, name="warm compiler", daemon=True).start()
 

@@ -128,8 +128,16 @@ class GPT(nn.Module):
 
     def visit(self, visit: Visit, stream: Stream) -> None:
         """Take the stream through one block, with what levers do before and after it."""
+        self.prepare(visit, stream)
+        self.take(visit, stream)
+
+    def prepare(self, visit: Visit, stream: Stream) -> None:
+        """What levers do before a visit."""
         for hook in self.hooks.before:
             hook(visit, stream)
+
+    def take(self, visit: Visit, stream: Stream) -> None:
+        """The visit itself, and what levers do after it."""
         x_in = stream.x
         self.blocks[visit.layer](visit, stream)
         for hook in self.hooks.after:

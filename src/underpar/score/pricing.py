@@ -54,7 +54,7 @@ class CompiledPricing:
     """
 
     def __init__(self, vary: bool) -> None:
-        self.regions = Regions(vary) if vary else Branches()
+        self.regions = Regions() if vary else Branches()
         self._vary = vary
         self._end = self.regions.region(_finish)
 

@@ -12,24 +12,23 @@ counts, these two alone are regions (`Branches`): fewer and smaller graphs, and 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from underpar.data.loader import Batch
 from underpar.kernels.capped import capped_cross_entropy
 from underpar.model.gpt import GPT, Block
 from underpar.model.past import PackedPast
-from underpar.seams import Past, Stream
+from underpar.seams import Past, Stream, Visit
 from underpar.train.hollow import kernels_later, outputs_like
-
-# A graph and what stands for its inputs -> the function that runs it.
-Compiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
+from underpar.train.record import Compiler, Recorded, settings_of
 
 # Visits are traced one by one, which is quick, and a plan may be long.
 MOST_TRACES = 4096
@@ -46,11 +45,10 @@ INDUCTOR = {"triton.mix_order_reduction": False}
 class Regions:
     """Compiles a model region by region; a break in one is an error.
 
-    `vary`: the number of tokens differs from pass to pass, in the same graphs.
+    The number of tokens differs from pass to pass, in the same graphs.
     """
 
-    def __init__(self, vary: bool = False) -> None:
-        self._vary = vary
+    def __init__(self) -> None:
         self._sharing = Sharing(_inductor)
         # Functions of this object: their traces are not those of another.
         self._embed = self.region(lambda model, tokens, past: model.embed(tokens, past))
@@ -79,8 +77,7 @@ class Regions:
             return self._read(model, tokens, past)
 
     def _read(self, model: GPT, tokens: Tensor, past: Past) -> Stream:
-        if self._vary:
-            mark_sized(tokens, past.positions)
+        mark_sized(tokens, past.positions)
         stream: Stream = self._embed(model, tokens, past)
         for visit in model.plan:
             # Another object: one that is kept elsewhere too would make this visit special.
@@ -91,8 +88,48 @@ class Regions:
         return stream
 
     def _mark(self, stream: Stream) -> None:
-        if self._vary:
-            mark_sized(*tree_leaves((stream.x, stream.start, stream.angles, stream.kept)))
+        mark_sized(*tree_leaves((stream.x, stream.start, stream.angles, stream.kept)))
+
+
+class Recordings(Regions):
+    """The same for passes of equal sizes, recorded instead of traced (`train/record.py`)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._settings: Hashable = None
+        self._embed = self.region(_embed)
+        self._prepare = self.region(partial(_apart, GPT.prepare))
+        self._take = self.region(partial(_apart, GPT.take))
+
+    def region(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, compiled; it shares graphs with the others, and changes no argument."""
+        recorded = Recorded(function, self._sharing)
+        return lambda *args: recorded(*args, settings=self._settings)
+
+    def _read(self, model: GPT, tokens: Tensor, past: Past) -> Stream:
+        self._settings = settings_of(model)
+        x, start, angles = self._embed(model, tokens, past)
+        stream = Stream(x, start, tokens, past, angles)
+        for visit in model.plan:
+            for region in (self._prepare, self._take):
+                # Another object, as above.
+                stream.x = stream.x.view_as(stream.x)
+                stream.x, stream.kept = region(model, visit, stream)
+        return stream
+
+
+def _embed(model: GPT, tokens: Tensor, past: Past) -> tuple[Any, ...]:
+    stream = model.embed(tokens, past)
+    return stream.x, stream.start, stream.angles
+
+
+def _apart(
+    part: Callable[..., None], model: GPT, visit: Visit, stream: Stream
+) -> tuple[Tensor, dict[str, Any]]:
+    """A part of a visit that leaves the stream as it was."""
+    own = replace(stream, kept=tree_map(lambda kept: kept, stream.kept))
+    part(model, visit, own)
+    return own.x, own.kept
 
 
 class Branches(Regions):
@@ -143,7 +180,7 @@ class CompiledLoss:
     """The mean loss of a model on a batch, compiled."""
 
     def __init__(self) -> None:
-        self.regions = Regions()
+        self.regions: Regions = Recordings()
         self._end = self.regions.region(_end)
 
     def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -157,6 +194,8 @@ class CompiledLoss:
 
 
 def _end(model: Any, stream: Any, targets: Tensor) -> Tensor:
+    # It may hold what is kept and changed here.
+    stream = replace(stream)
     return capped_cross_entropy(model.head(model.finish(stream)), targets, model.spec.softcap)
 
 

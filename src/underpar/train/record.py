@@ -1,0 +1,238 @@
+"""Functions of a model as graphs, recorded while they run once on tensors without values.
+
+Dynamo reads bytecode, and writes down what must hold for a graph to be used again. A model is
+plainer: what it computes follows from its arguments and from its modules' own settings, which are
+looked at in every pass here. So it is enough to note its operations (as torch.fx does with proxies,
+arXiv:2112.08429): a tenth of the time.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+# A graph and what stands for its inputs -> the function that runs it.
+Compiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
+# Where an input is found: its place among the arguments' tensors, or a module's table and a name.
+Source = int | tuple[Mapping[str, Any], str]
+
+SETTINGS = (bool, int, float, str, tuple, type(None))
+
+
+class Recorded:
+    """A function of modules, tensors and what holds them; compiled for each kind of arguments.
+
+    It changes no argument and returns tensors, in tuples and dictionaries.
+    """
+
+    def __init__(self, function: Callable[..., Any], compiler: Compiler) -> None:
+        self._function, self._compiler = function, compiler
+        self._known: dict[Hashable, Callable[[Sequence[Tensor]], Any]] = {}
+
+    def __call__(self, *args: Any, settings: Hashable = None) -> Any:
+        """What the function returns; `settings` are those of its modules (`settings_of`)."""
+        tensors: list[Tensor] = []
+        kind = (settings, torch.is_grad_enabled(), *_kinds(args, tensors))
+        if kind not in self._known:
+            self._known[kind] = self._record(args, tensors)
+        return self._known[kind](tensors)
+
+    def _record(
+        self, args: tuple[Any, ...], tensors: list[Tensor]
+    ) -> Callable[[Sequence[Tensor]], Any]:
+        recorder = Recorder(tensors, [arg for arg in args if isinstance(arg, nn.Module)])
+        with recorder.recording():
+            returned = self._function(*args)
+        leaves, form = tree_flatten(returned)
+        # What is passed through takes no part in the graph; what is returned twice is made once.
+        made = list({id(leaf): leaf for leaf in leaves if recorder.made(leaf)}.values())
+        passed = {id(leaf): recorder.source(leaf) for leaf in leaves if not recorder.made(leaf)}
+        # Nothing may be left to compute.
+        graph = recorder.graph_of(made)
+        run = self._compiler(graph, recorder.examples) if made else lambda *_: ()
+        inputs, order = recorder.sources, [id(leaf) for leaf in leaves]
+        names = [id(leaf) for leaf in made]
+
+        def replay(tensors: Sequence[Tensor]) -> Any:
+            outputs = run(*(_fetch(source, tensors) for source in inputs))
+            found = dict(zip(names, outputs, strict=True))
+            found |= {name: _fetch(source, tensors) for name, source in passed.items()}
+            return tree_unflatten([found[name] for name in order], form)
+
+        return replay
+
+
+def _fetch(source: Source, tensors: Sequence[Tensor]) -> Tensor:
+    if isinstance(source, int):
+        return tensors[source]
+    table, name = source
+    found: Tensor = table[name]
+    return found
+
+
+def settings_of(model: nn.Module) -> Hashable:
+    """All that modules hold beside tensors and other modules."""
+    return tuple(
+        (name, value)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, SETTINGS)
+    )
+
+
+def _kinds(value: Any, tensors: list[Tensor]) -> Iterator[Hashable]:
+    """What of an argument decides over a graph; its tensors are put into the list."""
+    if isinstance(value, Tensor):
+        yield next((i for i, known in enumerate(tensors) if known is value), None)
+        yield _sizes(value), value.stride(), value.dtype, value.device, value.requires_grad
+        tensors.append(value)
+    elif isinstance(value, nn.Module):
+        yield id(value)
+    elif isinstance(value, Mapping):
+        yield tuple(value)
+        yield from _kinds(tuple(value.values()), tensors)
+    elif isinstance(value, tuple | list):
+        yield len(value)
+        for each in value:
+            yield from _kinds(each, tensors)
+    elif type(value).__hash__ not in (None, object.__hash__):
+        yield value
+    else:
+        yield type(value).__name__
+        yield from _kinds(vars(value), tensors)
+
+
+def _sizes(tensor: Tensor) -> tuple[int | None, ...]:
+    """None where a size may differ, as `torch._dynamo.mark_dynamic` has marked it."""
+    varying = getattr(tensor, "_dynamo_dynamic_indices", ())
+    return tuple(None if dim in varying else size for dim, size in enumerate(tensor.shape))
+
+
+class Recorder(TorchFunctionMode):
+    """Notes operations; tensors from outside become inputs in the order of their first use."""
+
+    def __init__(self, tensors: Sequence[Tensor], modules: Sequence[nn.Module]) -> None:
+        super().__init__()
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+        self.examples: list[Tensor] = []
+        self.sources: list[Source] = []
+        self._graph = fx.Graph()
+        self._last_input: fx.Node | None = None
+        self._fake_mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+        # Tensor without values, by identity -> the tensor itself, so that it lives, and its node.
+        self._nodes: dict[int, tuple[Tensor, fx.Node]] = {}
+        self._stand_ins: dict[int, Tensor] = {}
+        self._places: dict[int, Source] = {
+            id(tensor): (table, name)
+            for module in modules
+            for part in module.modules()
+            for table in (part._parameters, part._buffers)
+            for name, tensor in table.items()
+        }
+        self._places |= {id(tensor): i for i, tensor in reversed(list(enumerate(tensors)))}
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Inside, operations are noted, and code is told that it is compiled."""
+        with patch.object(torch.compiler, "_is_compiling_flag", True), self:
+            yield
+
+    def made(self, leaf: Any) -> bool:
+        """Whether an operation made it."""
+        return id(leaf) in self._nodes
+
+    def source(self, tensor: Tensor) -> Source:
+        """Where a tensor from outside is found again."""
+        if id(tensor) not in self._places:
+            shape = tuple(tensor.shape)
+            raise RuntimeError(
+                f"a recorded function reads a tensor {shape} of neither arguments "
+                "nor modules; pass it, or register it as a buffer"
+            )
+        return self._places[id(tensor)]
+
+    def graph_of(self, outputs: Sequence[Tensor]) -> fx.GraphModule:
+        """What was noted, for these outputs."""
+        self._graph.output(tuple(self._nodes[id(tensor)][1] for tensor in outputs))
+        return fx.GraphModule(nn.Module(), self._graph)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an operation without values and note it, if tensors come of it."""
+        args, kwargs = tree_map_only(Tensor, self._stand_in, (args, kwargs or {}))
+        with self._fake_mode:
+            out = func(*args, **kwargs)
+        if isinstance(out, Tensor):
+            self._note(out, _call(self._graph, func, *self._as_nodes(args, kwargs)))
+        elif isinstance(out, tuple | list) and any(isinstance(each, Tensor) for each in out):
+            whole = _call(self._graph, func, *self._as_nodes(args, kwargs))
+            whole.meta["example_value"] = out
+            for place, each in enumerate(out):
+                self._note(each, self._graph.call_function(operator.getitem, (whole, place)))
+        elif func is torch._C._set_grad_enabled:
+            self._graph.call_function(func, args)
+        return out
+
+    def _stand_in(self, tensor: Tensor) -> Tensor:
+        if id(tensor) in self._nodes:
+            return tensor
+        if id(tensor) not in self._stand_ins:
+            self.sources.append(self.source(tensor))
+            fake = self._stand_ins[id(tensor)] = self._without_values(tensor)
+            self.examples.append(fake)
+            # Behind the other inputs, before all that is noted.
+            with self._graph.inserting_after(self._last_input):
+                self._last_input = self._graph.placeholder(f"input_{len(self.examples)}")
+            self._note(fake, self._last_input)
+        return self._stand_ins[id(tensor)]
+
+    def _without_values(self, tensor: Tensor) -> Tensor:
+        from torch._dynamo.source import ConstantSource
+        from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+
+        sizes = _sizes(tensor)
+        if None not in sizes:
+            return self._fake_mode.from_tensor(tensor)
+        kinds = [DimDynamic.DYNAMIC if size is None else DimDynamic.STATIC for size in sizes]
+        return self._fake_mode.from_tensor(
+            tensor,
+            static_shapes=False,
+            symbolic_context=StatelessSymbolicContext(dynamic_sizes=kinds),
+            source=ConstantSource(f"input_{len(self.examples)}"),
+        )
+
+    def _note(self, tensor: Tensor, node: fx.Node) -> None:
+        node.meta["example_value"] = tensor
+        self._nodes[id(tensor)] = tensor, node
+
+    def _as_nodes(self, args: Any, kwargs: Any) -> Any:
+        return tree_map_only(Tensor, lambda tensor: self._nodes[id(tensor)][1], (args, kwargs))
+
+
+def _call(graph: fx.Graph, func: Any, args: Any, kwargs: Any) -> fx.Node:
+    """An operation as Dynamo would note it."""
+    if func is Tensor.__getitem__:
+        return graph.call_function(operator.getitem, args)
+    if func.__name__ == "__get__":
+        return graph.call_function(getattr, (args[0], func.__self__.__name__))
+    if func in _methods():
+        return graph.call_method(_methods()[func], args, kwargs)
+    return graph.call_function(func, args, kwargs)
+
+
+@cache
+def _methods() -> dict[Any, str]:
+    """Methods of tensors -> names; a function may call itself by another."""
+    return {own: name for name in dir(Tensor) if callable(own := getattr(Tensor, name))}
