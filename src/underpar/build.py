@@ -6,13 +6,14 @@ Only this file knows both stages and levers.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from underpar.artifact.unpack import Artifact, LazyArtifact
 from underpar.data.tokens.tokenizer import Tokenizer, open_tokenizer, read_model
@@ -89,9 +90,26 @@ def build_model(recipe: Recipe) -> GPT:
 
 def weight_shapes(recipe: Recipe) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every weight, without allocating any."""
-    with torch.device("meta"):
+    with torch.device("meta"), _WithoutNumbers():
         model = build_model(recipe)
     return {name: tuple(t.shape) for name, t in model.state_dict().items()}
+
+
+class _WithoutNumbers(TorchFunctionMode):
+    """Inside, nothing is drawn, and ranges are made on the CPU.
+
+    For tensors without memory torch would load its compiler to do so, which takes seconds.
+    """
+
+    DRAWS = (nn.init.kaiming_uniform_, nn.init.normal_, Tensor.normal_, Tensor.uniform_)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in self.DRAWS:
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs, **({"device": "cpu"} if func is torch.arange else {}))
 
 
 def build_predictor(

@@ -129,11 +129,13 @@ def warm_compiler(runtime: Runtime) -> None:
         warm = getattr(async_compile, "maybe_warm_pool", None)
         if warm is not None:
             warm()
-        # Later: workers take longer to start than this to load.
-        from torch._inductor import codecache, compile_fx  # noqa: F401
+        # Later: workers take longer to start than this to load. First what caches are asked with,
+        # for which Triton builds its driver: the main thread would do so too, not wait.
+        from torch._inductor import codecache
 
-        # What a cache is asked with: Triton builds its driver for it, by another process.
-        codecache.CacheBase.get_system()
+        if hasattr(codecache, "CacheBase"):
+            codecache.CacheBase.get_system()
+        from torch._inductor import compile_fx  # noqa: F401
 
     threading.Thread(target=load, name="warm compiler", daemon=True).start()
 

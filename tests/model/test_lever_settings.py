@@ -1,5 +1,8 @@
 """Settings that do not fit are refused in one line, before anything is allocated."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -64,3 +67,14 @@ def test_a_step_takes_the_memory_of_the_text_not_of_the_context() -> None:
         stepper.step(torch.tensor([token]))
     slots = stepper._cache._slots.values()
     assert max(cache.numel() for cache in slots) <= 2 * 2 * 64 * 24
+
+
+def test_shapes_are_those_of_the_model_and_load_no_compiler() -> None:
+    recipe = load_recipe("pr2014+cpu", ["levers.bigram=true", "levers.gated_attn=true"])
+    weights = build_model(recipe).state_dict()
+    assert weight_shapes(recipe) == {name: tuple(t.shape) for name, t in weights.items()}
+    words = "import sys; from underpar.build import weight_shapes; "
+    words += "from underpar.recipe import load_recipe; weight_shapes(load_recipe('h200-300s')); "
+    words += "print('torch._dynamo' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

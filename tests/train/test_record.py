@@ -9,9 +9,9 @@ from torch import Tensor, fx, nn
 
 from lever_stacks import MODEL, batch_of, groups_of, randomized, stack_with
 from underpar.model.gpt import GPT
-from underpar.train import compiled
+from underpar.train import compiled, record
 from underpar.train.compiled import CompiledLoss
-from underpar.train.record import Recorded, settings_of
+from underpar.train.record import Recorded, Recorder, settings_of
 from underpar.train.step import mean_loss
 
 
@@ -57,6 +57,38 @@ def test_every_lever_is_recorded_as_it_computes(
             # A soft cap is compiled in another way.
             torch.testing.assert_close(found, results(mean_loss, model), rtol=1e-5, atol=2e-6)
     assert len(graphs.made) >= 3
+
+
+def test_visits_are_recorded_once_for_all_contexts(
+    monkeypatch: pytest.MonkeyPatch, graphs: Graphs
+) -> None:
+    recorded: list[int] = []
+
+    class Counted(Recorder):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            recorded.append(1)
+
+    monkeypatch.setattr(compiled, "_inductor", graphs)
+    monkeypatch.setattr(record, "Recorder", Counted)
+    model, loss_of = randomized(stack_with("unet", "partial_rope")).train(), CompiledLoss()
+    counts = []
+    for context in (128, 96, 128):
+        batch = batch_of([25, 60], context)
+        torch.testing.assert_close(loss_of(model, batch), mean_loss(model, batch))
+        counts.append(len(recorded))
+    # What is before each visit and the visit itself; then another embedding, then nothing.
+    assert counts == [2 + 2 * len(model.plan), 3 + 2 * len(model.plan), 3 + 2 * len(model.plan)]
+
+
+def test_a_visit_that_asks_for_the_context_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, graphs: Graphs
+) -> None:
+    monkeypatch.setattr(compiled, "_inductor", graphs)
+    model = randomized(stack_with("unet")).train()
+    model.hooks.before.append(lambda visit, stream: stream.past.context)
+    with pytest.raises(AttributeError, match="context"):
+        CompiledLoss()(model, batch_of([9, 30], model.spec.context))
 
 
 class Scaled(nn.Module):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -109,7 +110,10 @@ class Recordings(Regions):
     def _read(self, model: GPT, tokens: Tensor, past: Past) -> Stream:
         self._settings = settings_of(model)
         x, start, angles = self._embed(model, tokens, past)
-        stream = Stream(x, start, tokens, past, angles)
+        # Positions alone depend on the context: visits have none, so that they serve all contexts.
+        within = copy(past)
+        del within.context
+        stream = Stream(x, start, tokens, within, angles)
         for visit in model.plan:
             for region in (self._prepare, self._take):
                 # Another object, as above.
