@@ -17,8 +17,9 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 # A graph and what stands for its inputs -> the function that runs it.
 Compiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
@@ -171,7 +172,7 @@ class Recorder(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run an operation without values and note it, if tensors come of it."""
-        args, kwargs = tree_map_only(Tensor, self._stand_in, (args, kwargs or {}))
+        args, kwargs = map_aggregate((args, kwargs or {}), self._stand_in)
         with self._fake_mode:
             out = func(*args, **kwargs)
         if isinstance(out, Tensor):
@@ -185,8 +186,8 @@ class Recorder(TorchFunctionMode):
             self._graph.call_function(func, args)
         return out
 
-    def _stand_in(self, tensor: Tensor) -> Tensor:
-        if id(tensor) in self._nodes:
+    def _stand_in(self, tensor: Any) -> Any:
+        if not isinstance(tensor, Tensor) or id(tensor) in self._nodes:
             return tensor
         if id(tensor) not in self._stand_ins:
             self.sources.append(self.source(tensor))
@@ -218,7 +219,10 @@ class Recorder(TorchFunctionMode):
         self._nodes[id(tensor)] = tensor, node
 
     def _as_nodes(self, args: Any, kwargs: Any) -> Any:
-        return tree_map_only(Tensor, lambda tensor: self._nodes[id(tensor)][1], (args, kwargs))
+        return map_aggregate((args, kwargs), self._as_node)
+
+    def _as_node(self, value: Any) -> Any:
+        return self._nodes[id(value)][1] if isinstance(value, Tensor) else value
 
 
 def _call(graph: fx.Graph, func: Any, args: Any, kwargs: Any) -> fx.Node:
