@@ -91,8 +91,8 @@ def words_of(data: Path, out: Path, *more: str) -> list[str]:
 def test_a_mistake_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(BenchError, match="3 steps"):
         read_request([*words_of(tmp_path, tmp_path), "--steps", "3"])
-    assert main([*words_of(tmp_path, tmp_path), "--batch-tokens", "1020"]) == 2
-    assert capsys.readouterr().err == "error: 1020 tokens a step: expected a multiple of 8\n"
+    assert main([*words_of(tmp_path, tmp_path), "--batch-tokens", "1022"]) == 2
+    assert capsys.readouterr().err == "error: 1022 tokens a step: expected a multiple of 4\n"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -186,9 +186,9 @@ def test_three_runs_are_made_compared_and_not_repeated(
             "attention": "sdpa",
             "loss_nats": losses[name],
         }
-    # The same seed and the same tokens; the cuts between micro-batches show, so there were several.
-    assert losses["fast"] == pytest.approx(losses["plain"], abs=0.1)
-    assert len(set(losses.values())) == 3
+    # The same seed and tokens, on a CPU the same code too; cuts between micro-batches show.
+    assert losses["fast"] == losses["plain"]
+    assert 0 < abs(losses["plain"] - losses["split"]) < 0.1
     assert result["fast_minus_plain_nats"] == losses["fast"] - losses["plain"]
     assert result["plain_minus_split_nats"] == losses["plain"] - losses["split"]
     assert result["data_identity"] and result["steps"] == STEPS

@@ -2,8 +2,9 @@
 
 Three runs of one seed on the same tokens: fast, as a GPU trains by default; plain, the same without
 compiler and fast attention; split, which is plain in smaller micro-batches and shows what rounding
-and more cuts of documents do by themselves. `python -m underpar.lab.parity RECIPE --data DATA --out OUT`
-writes OUT/parity.json and continues what was stopped. Exit codes: 0 pass, 1 fail, 2 a mistake.
+and more cuts of documents do by themselves.
+`python -m underpar.lab.parity RECIPE --data DATA --out OUT` writes OUT/parity.json and continues
+what was stopped. Exit codes: 0 pass, 1 fail, 2 a mistake.
 """
 
 from __future__ import annotations
