@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from lever_stacks import MODEL, batch_of, groups_of, randomized, stack_with
+from underpar.kernels.capped import recorded, soft_cap
 from underpar.model.gpt import GPT
 from underpar.train import compiled, record
 from underpar.train.compiled import CompiledLoss
@@ -62,12 +63,12 @@ def test_every_lever_is_recorded_as_it_computes(
 def test_visits_are_recorded_once_for_all_contexts(
     monkeypatch: pytest.MonkeyPatch, graphs: Graphs
 ) -> None:
-    recorded: list[int] = []
+    num: list[int] = []
 
     class Counted(Recorder):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
-            recorded.append(1)
+            num.append(1)
 
     monkeypatch.setattr(compiled, "_inductor", graphs)
     monkeypatch.setattr(record, "Recorder", Counted)
@@ -76,7 +77,7 @@ def test_visits_are_recorded_once_for_all_contexts(
     for context in (128, 96, 128):
         batch = batch_of([25, 60], context)
         torch.testing.assert_close(loss_of(model, batch), mean_loss(model, batch))
-        counts.append(len(recorded))
+        counts.append(len(num))
     # What is before each visit and the visit itself; then another embedding, then nothing.
     assert counts == [2 + 2 * len(model.plan), 3 + 2 * len(model.plan), 3 + 2 * len(model.plan)]
 
@@ -205,8 +206,26 @@ def test_a_value_cannot_steer_a_recording(graphs: Graphs) -> None:
         run(torch.ones(3))
 
 
-def test_code_knows_that_it_is_compiled(graphs: Graphs) -> None:
-    seen = []
-    run = Recorded(lambda x: (seen.append(torch.compiler.is_compiling()), x + 1)[1], graphs)
-    run(torch.ones(1))
-    assert seen == [True] and not torch.compiler.is_compiling()
+def test_a_soft_cap_knows_that_it_is_compiled(graphs: Graphs) -> None:
+    run = Recorded(lambda x: soft_cap(x, 30.0), graphs)
+    x = torch.linspace(-90, 90, 7)
+    torch.testing.assert_close(run(x), soft_cap(x, 30.0))
+    (graph,) = graphs.made
+    assert "sigmoid" in graph.code and "tanh" not in graph.code
+    assert not recorded.get() and not torch.compiler.is_compiling()
+
+
+def test_precision_makes_another_graph_and_cannot_change_within(graphs: Graphs) -> None:
+    run, x = Recorded(lambda x: x @ x, graphs), torch.ones(2, 2)
+    for _ in range(2):
+        assert run(x).dtype == torch.float32
+        with torch.autocast("cpu", torch.bfloat16):
+            assert run(x).dtype == torch.bfloat16
+    assert len(graphs.made) == 2
+
+    def change(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return x @ x
+
+    with pytest.raises(RuntimeError, match="autocast"):
+        Recorded(change, graphs)(x)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from contextvars import ContextVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+# Set where a graph is made and torch does not know (`train/record.py`): in one thread alone, as
+# kernels that another one tries out would take torch's own flag for theirs.
+recorded = ContextVar("recorded", default=False)
 
 # Were a learned cap to double, a sum of thousands of exp would still fit into fp32.
 SAFE_CAP = 36.0
@@ -18,7 +24,7 @@ def soft_cap(logits: Tensor, cap: float | Tensor, scale: float | Tensor | None =
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     scale = 2.0 / cap if scale is None else scale
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or recorded.get():
         return cap * (2.0 * torch.sigmoid(logits * scale) - 1.0)
     return cap * torch.tanh(logits * (scale / 2.0))
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from underpar.model.gpt import GPT
 from underpar.seams import Past, Stream
-from underpar.train.compiled import Branches, Regions, mark_sized
+from underpar.train.compiled import Branches, Regions, Visits, mark_sized
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +54,7 @@ class CompiledPricing:
     """
 
     def __init__(self, vary: bool) -> None:
-        self.regions = Regions() if vary else Branches()
+        self.regions: Regions = Visits() if vary else Branches()
         self._vary = vary
         self._end = self.regions.region(_finish)
 

@@ -12,6 +12,7 @@ counts, these two alone are regions (`Branches`): fewer and smaller graphs, and 
 from __future__ import annotations
 
 import operator
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from copy import copy
@@ -29,7 +30,7 @@ from underpar.model.gpt import GPT, Block
 from underpar.model.past import PackedPast
 from underpar.seams import Past, Stream, Visit
 from underpar.train.hollow import kernels_later, outputs_like
-from underpar.train.record import Compiler, Recorded, settings_of
+from underpar.train.record import Compiler, Recorded, autocasts, settings_of
 
 # Visits are traced one by one, which is quick, and a plan may be long.
 MOST_TRACES = 4096
@@ -43,21 +44,23 @@ DYNAMO = {
 INDUCTOR = {"triton.mix_order_reduction": False}
 
 
-class Regions:
-    """Compiles a model region by region; a break in one is an error.
-
-    The number of tokens differs from pass to pass, in the same graphs.
-    """
+class Regions(ABC):
+    """Compiles a model region by region."""
 
     def __init__(self) -> None:
         self._sharing = Sharing(_inductor)
-        # Functions of this object: their traces are not those of another.
-        self._embed = self.region(lambda model, tokens, past: model.embed(tokens, past))
-        self._take = self.region(lambda model, visit, stream: model.visit(visit, stream))
 
+    @abstractmethod
     def region(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, compiled; it shares graphs with the others."""
-        return torch.compile(function, fullgraph=True, dynamic=False, backend=self._sharing)
+
+    @abstractmethod
+    def _read(self, model: GPT, tokens: Tensor, past: Past) -> Stream: ...
+
+    def read(self, model: GPT, tokens: Tensor, past: Past) -> Stream:
+        """The stream behind the last visit of a block."""
+        self._sharing.begin()
+        return self._read(model, tokens, past)
 
     @contextmanager
     def hollow(self) -> Iterator[None]:
@@ -69,31 +72,13 @@ class Regions:
         finally:
             self._sharing.is_hollow = False
 
-    def read(self, model: GPT, tokens: Tensor, past: Past) -> Stream:
-        """The stream behind the last visit of a block."""
-        self._sharing.begin()
-        config = torch._dynamo.config
-        # Not every version has all of them.
-        with config.patch({name: DYNAMO[name] for name in DYNAMO if hasattr(config, name)}):
-            return self._read(model, tokens, past)
-
-    def _read(self, model: GPT, tokens: Tensor, past: Past) -> Stream:
-        mark_sized(tokens, past.positions)
-        stream: Stream = self._embed(model, tokens, past)
-        for visit in model.plan:
-            # Another object: one that is kept elsewhere too would make this visit special.
-            stream.x = stream.x.view_as(stream.x)
-            self._mark(stream)
-            self._take(model, visit, stream)
-        self._mark(stream)
-        return stream
-
-    def _mark(self, stream: Stream) -> None:
-        mark_sized(*tree_leaves((stream.x, stream.start, stream.angles, stream.kept)))
-
 
 class Recordings(Regions):
-    """The same for passes of equal sizes, recorded instead of traced (`train/record.py`)."""
+    """For passes of equal sizes, as training has them: recorded (`train/record.py`).
+
+    What levers do before a visit is a region of its own, so that visits with and without it share
+    their graph.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +101,7 @@ class Recordings(Regions):
         stream = Stream(x, start, tokens, within, angles)
         for visit in model.plan:
             for region in (self._prepare, self._take):
-                # Another object, as above.
+                # Another object: one that is kept elsewhere too would make this visit special.
                 stream.x = stream.x.view_as(stream.x)
                 stream.x, stream.kept = region(model, visit, stream)
         return stream
@@ -136,8 +121,47 @@ def _apart(
     return own.x, own.kept
 
 
-class Branches(Regions):
-    """The same with attention and MLP as regions; what is around them is not compiled."""
+class Traced(Regions):
+    """For passes whose past is more than a pack: traced by Dynamo; a break is an error."""
+
+    def region(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, compiled; it shares graphs with the others."""
+        return torch.compile(function, fullgraph=True, dynamic=False, backend=self._sharing)
+
+    def read(self, model: GPT, tokens: Tensor, past: Past) -> Stream:
+        """The stream behind the last visit of a block."""
+        config = torch._dynamo.config
+        # Not every version has all of them.
+        with config.patch({name: DYNAMO[name] for name in DYNAMO if hasattr(config, name)}):
+            return super().read(model, tokens, past)
+
+
+class Visits(Traced):
+    """Whole visits as regions; the number of tokens differs from pass to pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Functions of this object: their traces are not those of another.
+        self._embed = self.region(lambda model, tokens, past: model.embed(tokens, past))
+        self._take = self.region(lambda model, visit, stream: model.visit(visit, stream))
+
+    def _read(self, model: GPT, tokens: Tensor, past: Past) -> Stream:
+        mark_sized(tokens, past.positions)
+        stream: Stream = self._embed(model, tokens, past)
+        for visit in model.plan:
+            # Another object, as above.
+            stream.x = stream.x.view_as(stream.x)
+            self._mark(stream)
+            self._take(model, visit, stream)
+        self._mark(stream)
+        return stream
+
+    def _mark(self, stream: Stream) -> None:
+        mark_sized(*tree_leaves((stream.x, stream.start, stream.angles, stream.kept)))
+
+
+class Branches(Traced):
+    """Attention and MLP as regions; what is around them is not compiled."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,7 +222,7 @@ class CompiledLoss:
 
 
 def _end(model: Any, stream: Any, targets: Tensor) -> Tensor:
-    # It may hold what is kept and changed here.
+    # A copy: to finish a stream is to change it.
     stream = replace(stream)
     return capped_cross_entropy(model.head(model.finish(stream)), targets, model.spec.softcap)
 
@@ -232,7 +256,12 @@ class Sharing:
         graph, rows = take_rows_out(graph)
         examples = [node.meta["example_value"] for node in _inputs(graph)]
         assert len(examples) == len(inputs) + len(rows)
-        key = (_mode(), _text(graph), *(_describe(example) for example in examples))
+        key = (
+            torch.is_grad_enabled(),
+            autocasts(),
+            _text(graph),
+            *(_describe(example) for example in examples),
+        )
         if key not in self._known:
             self._known[key] = self._compiler(graph, examples)
             self.num_graphs += 1
@@ -280,11 +309,6 @@ def take_rows_out(graph: fx.GraphModule) -> tuple[fx.GraphModule, list[tuple[int
 
 def _inputs(graph: fx.GraphModule) -> list[fx.Node]:
     return [node for node in graph.graph.nodes if node.op == "placeholder"]
-
-
-def _mode() -> object:
-    """What else a compiler bakes into a graph."""
-    return torch.is_grad_enabled(), *(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
 
 
 def _text(graph: fx.GraphModule) -> str:

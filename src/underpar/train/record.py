@@ -13,7 +13,6 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
@@ -21,12 +20,12 @@ from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from underpar.kernels.capped import recorded
+
 # A graph and what stands for its inputs -> the function that runs it.
 Compiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 # Where an input is found: its place among the arguments' tensors, or a module's table and a name.
 Source = int | tuple[Mapping[str, Any], str]
-
-SETTINGS = (bool, int, float, str, tuple, type(None))
 
 
 class Recorded:
@@ -42,7 +41,7 @@ class Recorded:
     def __call__(self, *args: Any, settings: Hashable = None) -> Any:
         """What the function returns; `settings` are those of its modules (`settings_of`)."""
         tensors: list[Tensor] = []
-        kind = (settings, torch.is_grad_enabled(), *_kinds(args, tensors))
+        kind = (settings, torch.is_grad_enabled(), autocasts(), *_kinds(args, tensors))
         if kind not in self._known:
             self._known[kind] = self._record(args, tensors)
         return self._known[kind](tensors)
@@ -80,14 +79,25 @@ def _fetch(source: Source, tensors: Sequence[Tensor]) -> Tensor:
     return found
 
 
+def autocasts() -> Hashable:
+    """What operations are cast to before they are computed; part of no graph."""
+    on = (kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in on)
+
+
 def settings_of(model: nn.Module) -> Hashable:
-    """All that modules hold beside tensors and other modules."""
+    """All that modules hold in plain values: numbers, names, flags."""
     return tuple(
         (name, value)
         for module in model.modules()
         for name, value in vars(module).items()
-        if isinstance(value, SETTINGS)
+        if _is_plain(value)
     )
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is compared by what it says, not by which object it is."""
+    return type(value).__hash__ not in (None, object.__hash__)
 
 
 def _kinds(value: Any, tensors: list[Tensor]) -> Iterator[Hashable]:
@@ -97,7 +107,8 @@ def _kinds(value: Any, tensors: list[Tensor]) -> Iterator[Hashable]:
         yield _sizes(value), value.stride(), value.dtype, value.device, value.requires_grad
         tensors.append(value)
     elif isinstance(value, nn.Module):
-        yield id(value)
+        # Itself, not its number: another may have that once it is gone.
+        yield value
     elif isinstance(value, Mapping):
         yield tuple(value)
         yield from _kinds(tuple(value.values()), tensors)
@@ -105,7 +116,7 @@ def _kinds(value: Any, tensors: list[Tensor]) -> Iterator[Hashable]:
         yield len(value)
         for each in value:
             yield from _kinds(each, tensors)
-    elif type(value).__hash__ not in (None, object.__hash__):
+    elif _is_plain(value):
         yield value
     else:
         yield type(value).__name__
@@ -130,6 +141,7 @@ class Recorder(TorchFunctionMode):
         self.sources: list[Source] = []
         self._graph = fx.Graph()
         self._last_input: fx.Node | None = None
+        self._autocasts = autocasts()
         self._fake_mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
         # Tensor without values, by identity -> the tensor itself, so that it lives, and its node.
         self._nodes: dict[int, tuple[Tensor, fx.Node]] = {}
@@ -146,8 +158,12 @@ class Recorder(TorchFunctionMode):
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Inside, operations are noted, and code is told that it is compiled."""
-        with patch.object(torch.compiler, "_is_compiling_flag", True), self:
-            yield
+        token = recorded.set(True)
+        try:
+            with self:
+                yield
+        finally:
+            recorded.reset(token)
 
     def made(self, leaf: Any) -> bool:
         """Whether an operation made it."""
@@ -172,6 +188,8 @@ class Recorder(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run an operation without values and note it, if tensors come of it."""
+        if autocasts() != self._autocasts:
+            raise RuntimeError("a recorded function changes autocast; do so around it")
         args, kwargs = map_aggregate((args, kwargs or {}), self._stand_in)
         with self._fake_mode:
             out = func(*args, **kwargs)
