@@ -39,11 +39,11 @@ def test_a_hollow_pass_traces_everything_and_computes_nothing(
     batch = batch_of([9, 30], model.spec.context)
     with loss_of.regions.hollow():
         shadow = loss_of(model, batch)
-    num_graphs = loss_of.regions._sharing.num_graphs
+    num_graphs = loss_of.regions.num_graphs
     assert not runs and num_graphs > 2 and shadow.shape == () and shadow.requires_grad
     loss, plain = loss_of(model, batch), mean_loss(model, batch)
     # Embedding, three visits, one of them with a skip before it, the end.
-    assert len(runs) == 6 and loss_of.regions._sharing.num_graphs == num_graphs
+    assert len(runs) == 6 and loss_of.regions.num_graphs == num_graphs
     torch.testing.assert_close(loss, plain, rtol=0, atol=1e-5)
     grads = [torch.autograd.grad(x, model.embedding.weight)[0] for x in (loss, plain)]
     torch.testing.assert_close(*grads, rtol=0, atol=1e-5)

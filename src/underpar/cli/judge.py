@@ -206,7 +206,7 @@ def speed(
     rows = [(p.visits, p.steps, p.step_ms, round(p.tokens_per_second)) for p in measured.phases]
     show_table(recipe, ("visits#", "steps#", "ms a step#", "tokens/s#"), rows)
     OUT.print(
-        f"attention {measured.attention}, {measured.num_traces} regions traced in "
+        f"attention {measured.attention}, {measured.num_graphs} graphs compiled in "
         f"{measured.warmup_seconds:.1f} s of warm-up, peak {measured.memory_bytes / 1e9:.1f} GB"
     )
 

@@ -50,6 +50,11 @@ class Regions(ABC):
     def __init__(self) -> None:
         self._sharing = Sharing(_inductor)
 
+    @property
+    def num_graphs(self) -> int:
+        """Graphs compiled so far; equal ones are one."""
+        return self._sharing.num_graphs
+
     @abstractmethod
     def region(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, compiled; it shares graphs with the others."""

@@ -1,0 +1,62 @@
+"""Steps that are timed: how many, of what, and none that compiles."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from lever_stacks import randomized
+from underpar.errors import BenchError
+from underpar.lab.steps import measure_steps
+from underpar.recipe import Recipe, load_recipe
+from underpar.runtime import Runtime
+from underpar.train import compiled
+
+SETS = ["train.micro_batch_tokens=64", "train.num_micro_batches=2", "levers.loop=true"]
+
+
+@pytest.fixture
+def recipe() -> Recipe:
+    return load_recipe("pr2014+cpu", SETS)
+
+
+def runtime(compiled: bool) -> Runtime:
+    return Runtime(torch.device("cpu"), compiled=compiled)
+
+
+def test_steps_are_taken_at_both_ends_of_training(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "_inductor", lambda graph, examples: graph)
+    found = []
+    for is_compiled in (False, True):
+        shares: list[float] = []
+        steps = measure_steps(
+            randomized(recipe).train(), recipe.train, runtime(is_compiled), 4, shares.append
+        )
+        assert steps.step_tokens == 128 and steps.compiled == is_compiled
+        assert [phase.steps for phase in steps.phases] == [2, 2]
+        assert steps.phases[0].visits < steps.phases[1].visits
+        assert all(phase.tokens_per_second > 0 for phase in steps.phases)
+        assert shares == sorted(shares) and shares[0] > 0 and shares[-1] < 1
+        found.append(steps)
+    plain, fast = found
+    assert (plain.num_graphs, fast.num_graphs) == (0, 5)
+    assert fast.losses == pytest.approx(plain.losses, abs=1e-4)
+
+
+def test_what_compiles_after_the_warm_up_is_an_error(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = randomized(recipe).train()
+
+    def change(_: float) -> None:
+        # Another constant: another graph.
+        lever: Any = model.levers["leaky_square"]
+        lever.slope += 0.1
+
+    monkeypatch.setattr(compiled, "_inductor", lambda graph, examples: graph)
+    with pytest.raises(BenchError, match="after the warm-up"):
+        measure_steps(model, recipe.train, runtime(True), 4, change)
+    with pytest.raises(BenchError, match="1 steps"):
+        measure_steps(model, recipe.train, runtime(True), 1)
