@@ -129,12 +129,16 @@ def warm_compiler(runtime: Runtime) -> None:
         warm = getattr(async_compile, "maybe_warm_pool", None)
         if warm is not None:
             warm()
-        # Later: workers take longer to start than this to load. First what caches are asked with,
-        # for which Triton builds its driver: the main thread would do so too, not wait.
+        # Later: workers take longer to start than this to load. First what the main thread would
+        # not wait for but do too: the key of all caches, and Triton's driver, which a C compiler
+        # builds.
         from torch._inductor import codecache
+        from torch.utils import _triton
 
         if hasattr(codecache, "CacheBase"):
             codecache.CacheBase.get_system()
+        if _triton.has_triton_package():
+            _triton.triton_hash_with_backend()
         from torch._inductor import compile_fx  # noqa: F401
 
     threading.Thread(target=load, name="warm compiler", daemon=True).start()

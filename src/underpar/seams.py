@@ -144,7 +144,7 @@ class Past(Protocol):
     """Earlier tokens, wherever they live: in the same flat pack, or in a cache of lanes."""
 
     context: int
-    """Tokens at which a piece is cut."""
+    """Tokens at which a piece is cut; known to embeddings, not to visits, which serve all."""
     positions: Tensor
     """(N,) place of each token in its piece."""
 
