@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -137,7 +137,8 @@ def warm_compiler(runtime: Runtime) -> None:
 
         if hasattr(codecache, "CacheBase"):
             codecache.CacheBase.get_system()
-        if _triton.has_triton_package():
+        # Where there is no driver, the first kernel says so.
+        with suppress(ImportError, RuntimeError):
             _triton.triton_hash_with_backend()
         from torch._inductor import compile_fx  # noqa: F401
 
