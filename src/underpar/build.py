@@ -109,7 +109,7 @@ class _WithoutNumbers(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in self.DRAWS:
             return args[0] if args else kwargs["tensor"]
-        return func(*args, **kwargs, **({"device": "cpu"} if func is torch.arange else {}))
+        return func(*args, **({"device": "cpu"} if func is torch.arange else {}) | dict(kwargs))
 
 
 def build_predictor(

@@ -161,14 +161,16 @@ def test_one_tensor_in_two_places_is_not_two_tensors(graphs: Graphs) -> None:
 def test_containers_are_returned_as_they_were_made(graphs: Graphs) -> None:
     def function(x: Tensor, held: dict[str, Any]) -> Any:
         twice = x * 2
-        return {"made": twice, "again": (twice, x), "held": held["deep"][1], "nothing": ()}
+        held = {"held": held["deep"][1], "plain": (held["plain"], None), "nothing": ()}
+        return {"made": twice, "again": (twice, x), **held}
 
     run = Recorded(function, graphs)
     for _ in range(2):
-        x, held = torch.rand(3), {"deep": (torch.rand(1), torch.rand(2))}
+        x, held = torch.rand(3), {"deep": (torch.rand(1), torch.rand(2)), "plain": 7}
         found = run(x, held)
         assert found["again"][1] is x and found["held"] is held["deep"][1]
         assert found["made"] is found["again"][0] and found["nothing"] == ()
+        assert found["plain"] == (7, None)
         assert torch.equal(found["made"], x * 2)
     (graph,) = graphs.made
     # What is only passed on is no part of it.

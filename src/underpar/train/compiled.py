@@ -1,9 +1,10 @@
 """The compiled model: regions of it that look alike are compiled once.
 
-Embedding, each visit of a block and the loss are regions of their own, so the order of visits is no
-part of any graph: a loop that is switched on compiles nothing new, and layers that differ only in
-their weights share one graph. What crosses a region is what one graph for all would store anyway,
-and the rotary tables are better stored than computed again in every layer, as such a graph does.
+Embedding, what levers do before a visit, each visit of a block and the loss are regions of their
+own, so the order of visits is no part of any graph: a loop that is switched on compiles nothing
+new, and layers that differ only in their weights share one graph. What crosses a region is, but for
+what skips make, what one graph for all would store anyway, and the rotary tables are better stored
+than computed again in every layer, as such a graph does.
 
 Layers also differ in what levers do around attention and MLP. Where steps are short and compiling
 counts, these two alone are regions (`Branches`): fewer and smaller graphs, and less that is fused.
