@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -176,3 +178,24 @@ def test_the_compiler_is_warmed_for_a_gpu_alone(monkeypatch: pytest.MonkeyPatch)
     assert len(turns) == 1 and 2 * turns[0] < sys.getswitchinterval()
     end_warm_up()
     assert turns[1:] == [sys.getswitchinterval()]
+
+
+def test_kernels_get_the_keys_that_workers_give_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    class AtOnce:
+        def __init__(self, target: Callable[[], None], **_: object) -> None:
+            self.start = target
+
+    monkeypatch.setattr("underpar.runtime.threading.Thread", AtOnce)
+    monkeypatch.setattr("underpar.runtime.sys.setswitchinterval", lambda _: None)
+    for name, word in (
+        ("torch._inductor.async_compile.maybe_warm_pool", "workers"),
+        ("torch._inductor.runtime.compile_tasks._set_triton_ptxas_path", "assembler"),
+        ("torch._inductor.codecache.CacheBase.get_system", "caches"),
+        ("torch.utils._triton.triton_hash_with_backend", "kernels"),
+    ):
+        monkeypatch.setattr(name, partial(calls.append, word))
+    warm_compiler(Runtime(torch.device("cuda"), compiled=True))
+    # Keys are kept once they are made: the assembler must be chosen before.
+    assert calls == ["workers", "assembler", "caches", "kernels"]

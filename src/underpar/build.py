@@ -23,7 +23,7 @@ from underpar.infer.predictor import Predictor
 from underpar.levers import LEVERS, lever_module
 from underpar.model.gpt import GPT
 from underpar.quant.schemes import dequantize
-from underpar.recipe import Recipe, fields_from, nearest, require
+from underpar.recipe import Recipe, fields_from, require, require_known
 from underpar.seams import Adapter, LeverModule
 
 
@@ -34,7 +34,7 @@ def lever_names() -> list[str]:
 
 def find_lever(name: str) -> LeverModule:
     """The module of a lever; an unknown name is refused with the nearest one."""
-    require(name in LEVERS, f"unknown lever {name!r}{nearest(name, list(LEVERS))}")
+    require_known(name, list(LEVERS), f"unknown lever {name!r}")
     return lever_module(name)
 
 

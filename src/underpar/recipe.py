@@ -94,7 +94,8 @@ def _read_toml(name: str) -> Tree:
         text = path.read_text()
     else:
         entry = resources.files("underpar.recipes").joinpath(f"{name}.toml")
-        require(entry.is_file(), f"no recipe {name!r}{nearest(name, list(list_recipes()))}")
+        if not entry.is_file():
+            raise RecipeError(f"no recipe {name!r}{nearest(name, list(list_recipes()))}")
         text = entry.read_text()
     try:
         return tomllib.loads(text)
@@ -132,12 +133,18 @@ def nearest(name: str, choices: Sequence[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else f"; choose from {', '.join(choices)}"
 
 
+def require_known(name: str, choices: Sequence[str], complaint: str) -> None:
+    """Refuse a name that is none of `choices`, with a hint that takes time to find."""
+    if name not in choices:
+        raise RecipeError(complaint + nearest(name, choices))
+
+
 def from_tree(tree: Tree) -> Recipe:
     """A validated Recipe from nested tables; unknown keys are refused with the nearest name."""
     parts = {f.name: f for f in dataclasses.fields(Recipe)}
     values: Tree = {}
     for name, table in tree.items():
-        require(name in parts, f"unknown section {name!r}{nearest(name, list(parts))}")
+        require_known(name, list(parts), f"unknown section {name!r}")
         require(isinstance(table, Mapping), f"{name} = {table!r}: expected a table [{name}]")
         values[name] = _levers(table) if name == "levers" else _part(name, table)
     return Recipe(**values)
@@ -154,7 +161,7 @@ def fields_from(kind: type, table: Mapping[str, Any], where: str) -> Tree:
     names = [f.name for f in dataclasses.fields(kind)]
     values = {}
     for key, value in table.items():
-        require(key in names, f"unknown key {where}.{key}{nearest(key, names)}")
+        require_known(key, names, f"unknown key {where}.{key}")
         values[key] = _typed(hints[key], value, f"{where}.{key}")
     return values
 

@@ -133,8 +133,14 @@ def warm_compiler(runtime: Runtime) -> None:
         # not wait for but do too: the key of all caches, and Triton's driver, which a C compiler
         # builds.
         from torch._inductor import codecache
+        from torch._inductor.runtime import compile_tasks
         from torch.utils import _triton
 
+        # Workers use torch's own assembler, if there is one, and it is part of a kernel's key: here
+        # too before the first key, or kernels would be compiled again that workers have left.
+        same_assembler = getattr(compile_tasks, "_set_triton_ptxas_path", None)
+        if same_assembler is not None:
+            same_assembler()
         if hasattr(codecache, "CacheBase"):
             codecache.CacheBase.get_system()
         # Where there is no driver, the first kernel says so.

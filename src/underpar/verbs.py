@@ -144,7 +144,7 @@ class Watch:
         if "mfu" in line:
             remark += f", MFU {line['mfu']:.0%}"
         if "forecast_bpb" in line:
-            remark += f", forecast {line['forecast_bpb']:.4f} BPB"
+            remark += f", training text forecast at {line['forecast_bpb']:.4f} BPB"
         if "forecast_bytes" in line:
             remark += f", {line['forecast_bytes'] / 1e6:.2f} MB"
         return remark + self._validated

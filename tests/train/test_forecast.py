@@ -93,7 +93,7 @@ def test_a_watcher_reads_the_forecast_and_the_last_validation() -> None:
     watch = Watch(None, [line | {"val_bpb": 1.3, "average_val_bpb": 1.2}])
     words = watch.add(line | {"tokens_per_second": 1500.0, "mfu": 0.5, "forecast_bpb": 1.0625})
     assert words == (
-        "step 1,200, loss 2.500, 1,500 tokens/s, MFU 50%, forecast 1.0625 BPB, "
+        "step 1,200, loss 2.500, 1,500 tokens/s, MFU 50%, training text forecast at 1.0625 BPB, "
         "held-out 1.3000 BPB, averaged 1.2000"
     )
     assert watch.add(line | {"val_bpb": 1.25}).endswith("500 tokens/s, held-out 1.2500 BPB")
