@@ -180,7 +180,7 @@ def test_the_compiler_is_warmed_for_a_gpu_alone(monkeypatch: pytest.MonkeyPatch)
     assert turns[1:] == [sys.getswitchinterval()]
 
 
-def test_kernels_get_the_keys_that_workers_give_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_assembler_is_chosen_before_keys_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
 
     class AtOnce:
@@ -197,5 +197,5 @@ def test_kernels_get_the_keys_that_workers_give_them(monkeypatch: pytest.MonkeyP
     ):
         monkeypatch.setattr(name, partial(calls.append, word))
     warm_compiler(Runtime(torch.device("cuda"), compiled=True))
-    # Keys are kept once they are made: the assembler must be chosen before.
+    # Keys are kept once they are made, and its version is part of them.
     assert calls == ["workers", "assembler", "caches", "kernels"]

@@ -136,8 +136,8 @@ def warm_compiler(runtime: Runtime) -> None:
         from torch._inductor.runtime import compile_tasks
         from torch.utils import _triton
 
-        # Workers use torch's own assembler, if there is one, and it is part of a kernel's key: here
-        # too before the first key, or kernels would be compiled again that workers have left.
+        # Workers use torch's own assembler, if there is one, and its version is part of a kernel's
+        # key: chosen here too before the first key, so that what one compiles the other finds.
         same_assembler = getattr(compile_tasks, "_set_triton_ptxas_path", None)
         if same_assembler is not None:
             same_assembler()
