@@ -1,4 +1,4 @@
-"""Runtime: the CPU guard, kept kernels, devices, seeds, ages, and a clock whose phases add up."""
+"""Runtime: the CPU guard, kept bytecode and kernels, devices, seeds, ages, and a clock whose phases add up."""
 
 import os
 import subprocess
@@ -21,6 +21,7 @@ from underpar.runtime import (
     Clock,
     Runtime,
     end_warm_up,
+    keep_bytecode,
     keep_kernels,
     open_runtime,
     process_age_seconds,
@@ -43,6 +44,66 @@ def test_the_guard_is_set_on_import() -> None:
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
     assert result.stdout.split() == ["AVX512_CORE", "64.0"]
+
+
+QUIET = {"PYTHONDONTWRITEBYTECODE": "1"}
+OWN = "home/.cache/underpar/bytecode"
+
+
+def bytecode_of_torch(folder: Path, **said: str) -> list[str]:
+    """Where two starts, the second inside the first, keep the bytecode of a small `torch`."""
+    package = folder / "packages" / "torch"
+    package.mkdir(parents=True, exist_ok=True)
+    (package / "__init__.py").write_text("")
+    inner = "import torch"
+    code = (
+        "import subprocess, sys; from underpar.runtime import keep_bytecode; keep_bytecode();"
+        f"subprocess.run([sys.executable, '-c', {inner!r}], check=True)"
+    )
+    unset = ("PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX")
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    source = str(Path(module.__file__).parents[1])
+    paths = os.pathsep.join((str(folder / "packages"), source))
+    environment |= {"HOME": str(folder / "home"), "PYTHONPATH": paths} | said
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+    found = folder.glob("**/torch/**/*.pyc")
+    return sorted(str(path.relative_to(folder)) for path in found)
+
+
+def test_bytecode_is_kept_at_home_where_none_may_be_written(tmp_path: Path) -> None:
+    (kept,) = bytecode_of_torch(tmp_path, **QUIET)
+    assert kept.startswith(OWN)
+    # The next start finds it.
+    assert bytecode_of_torch(tmp_path, **QUIET) == [kept]
+
+
+def test_bytecode_goes_where_python_was_told(tmp_path: Path) -> None:
+    (kept,) = bytecode_of_torch(tmp_path, **QUIET, PYTHONPYCACHEPREFIX=str(tmp_path / "mine"))
+    assert kept.startswith("mine")
+
+
+def test_bytecode_beside_its_source_is_left_alone(tmp_path: Path) -> None:
+    (beside,) = bytecode_of_torch(tmp_path)
+    assert beside.startswith("packages/torch/__pycache__")
+    assert bytecode_of_torch(tmp_path, **QUIET) == [beside]
+
+
+@pytest.mark.parametrize("writable", [True, False])
+def test_packages_that_may_not_be_written_to(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, writable: bool
+) -> None:
+    for name in ("PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE"):
+        # Set first, as below: what was not there before is removed again.
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    monkeypatch.setattr(sys, "pycache_prefix", None)
+    # As if torch had none.
+    monkeypatch.setattr(Path, "exists", lambda path: False)
+    monkeypatch.setattr(os, "access", lambda path, mode: writable)
+    keep_bytecode()
+    expected = None if writable else str(tmp_path / ".cache" / "underpar" / "bytecode")
+    assert sys.pycache_prefix == expected
 
 
 @pytest.fixture

@@ -11,12 +11,15 @@ from underpar.cli import data, judge, make, use
 from underpar.cli.options import app
 from underpar.console import ERR
 from underpar.errors import UnderparError
+from underpar.runtime import keep_bytecode
 
 __all__ = ["app", "data", "judge", "main", "make", "use"]
 
 
 def main() -> None:
     """Run the command line; a user's mistake is one line and exit code 2."""
+    # Verbs import torch late, so this is early enough.
+    keep_bytecode()
     try:
         app()
     except (UnderparError, OSError) as error:
