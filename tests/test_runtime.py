@@ -1,17 +1,19 @@
-"""Runtime: the CPU guard, kept bytecode and kernels, devices, seeds, ages, and a clock whose phases add up."""
+"""Runtime: the CPU guard, kept bytecode and kernels, devices, seeds, ages, a clock that adds up."""
 
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from underpar import pipeline, verbs
+from underpar import cli, pipeline, verbs
 from underpar import runtime as module
 from underpar.build import resolve_levers
 from underpar.errors import UnderparError
@@ -26,6 +28,7 @@ from underpar.runtime import (
     open_runtime,
     process_age_seconds,
     seed_everything,
+    wait_for_workers,
     warm_compiler,
 )
 from underpar.train import loop
@@ -104,6 +107,15 @@ def test_packages_that_may_not_be_written_to(
     keep_bytecode()
     expected = None if writable else str(tmp_path / ".cache" / "underpar" / "bytecode")
     assert sys.pycache_prefix == expected
+
+
+def test_the_command_line_keeps_bytecode(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(cli, "keep_bytecode", partial(calls.append, "kept"))
+    monkeypatch.setattr(cli, "app", partial(calls.append, "verb"))
+    cli.main()
+    # Verbs import torch.
+    assert calls == ["kept", "verb"]
 
 
 @pytest.fixture
@@ -217,6 +229,15 @@ def test_every_second_has_a_name() -> None:
     assert sum(seconds.values()) <= after - before
 
 
+@pytest.fixture
+def workers(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set once the compiler's workers were started; the process's own is left alone."""
+    event = threading.Event()
+    monkeypatch.setattr(module, "_workers_started", event)
+    return event
+
+
+@pytest.mark.usefixtures("workers")
 def test_the_compiler_is_warmed_for_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[str | None] = []
 
@@ -241,13 +262,40 @@ def test_the_compiler_is_warmed_for_a_gpu_alone(monkeypatch: pytest.MonkeyPatch)
     assert turns[1:] == [sys.getswitchinterval()]
 
 
+class AtOnce:
+    """A thread whose work is done when it is started."""
+
+    def __init__(self, target: Callable[[], None], **_: object) -> None:
+        self.start = target
+
+
+def test_nobody_waits_for_workers_that_are_not_to_start() -> None:
+    wait_for_workers()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_others_wait_until_workers_were_started(
+    monkeypatch: pytest.MonkeyPatch, workers: threading.Event, fails: bool
+) -> None:
+    seen: list[bool] = []
+
+    def warm() -> None:
+        seen.append(workers.is_set())
+        if fails:
+            raise RuntimeError("no workers")
+
+    workers.set()
+    monkeypatch.setattr("underpar.runtime.threading.Thread", AtOnce)
+    monkeypatch.setattr("underpar.runtime.sys.setswitchinterval", lambda _: None)
+    monkeypatch.setattr("torch._inductor.async_compile.maybe_warm_pool", warm)
+    with pytest.raises(RuntimeError) if fails else nullcontext():
+        warm_compiler(Runtime(torch.device("cuda"), compiled=True))
+    assert seen == [False] and workers.is_set()
+
+
+@pytest.mark.usefixtures("workers")
 def test_the_assembler_is_chosen_before_keys_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-
-    class AtOnce:
-        def __init__(self, target: Callable[[], None], **_: object) -> None:
-            self.start = target
-
     monkeypatch.setattr("underpar.runtime.threading.Thread", AtOnce)
     monkeypatch.setattr("underpar.runtime.sys.setswitchinterval", lambda _: None)
     for name, word in (

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -148,6 +149,20 @@ def test_a_choice_on_the_side_needs_no_thread_on_a_cpu() -> None:
     set_backend_aside(CPU, torch.float32)
     assert threading.active_count() == num_threads
     assert backend_of(CPU, torch.float32) == "sdpa"
+
+
+def test_a_choice_on_the_side_waits_for_what_is_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, chosen = threading.Event(), threading.Event()
+    monkeypatch.setattr("torch.cuda.device", lambda _: nullcontext())
+    monkeypatch.setattr(choice, "set_backend", lambda *_: chosen.set())
+
+    def wait() -> None:
+        go_on.wait(60)
+
+    set_backend_aside(torch.device("cuda", 0), torch.bfloat16, wait)
+    assert not chosen.wait(0.2)
+    go_on.set()
+    assert chosen.wait(60)
 
 
 @pytest.mark.parametrize(

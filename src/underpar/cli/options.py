@@ -46,9 +46,10 @@ RunPath = Annotated[Path, typer.Argument(help="A folder made by 'underpar train'
 def choose_attention(name: str, runtime: Runtime) -> None:
     """Choose the attention backend of this process; one that cannot be had is an error."""
     from underpar.kernels.attention import set_backend, set_backend_aside
+    from underpar.runtime import wait_for_workers
 
     if name == "auto":
-        set_backend_aside(runtime.device, runtime.dtype)
+        set_backend_aside(runtime.device, runtime.dtype, wait_for_workers)
     else:
         set_backend(name, runtime.device, runtime.dtype)
 

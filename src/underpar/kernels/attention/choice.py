@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from functools import cache
 from itertools import accumulate
 
@@ -85,13 +86,19 @@ def set_backend(name: str, device: torch.device, dtype: torch.dtype) -> str:
     return chosen
 
 
-def set_backend_aside(device: torch.device, dtype: torch.dtype) -> None:
-    """Have "auto" chosen in a thread of its own, where a trial compiles for seconds."""
+def set_backend_aside(
+    device: torch.device, dtype: torch.dtype, first: Callable[[], None] = lambda: None
+) -> None:
+    """Have "auto" chosen in a thread of its own, where a trial compiles for seconds.
+
+    The thread waits for what `first` waits for; who needs the choice before makes it.
+    """
     if device.type != "cuda":
         set_backend("auto", device, dtype)
         return
 
     def choose_there() -> None:
+        first()
         # Which device is the current one is a matter of the thread.
         with torch.cuda.device(device):
             set_backend("auto", device, dtype)
