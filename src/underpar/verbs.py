@@ -143,8 +143,11 @@ class Watch:
         remark = f"step {line['step']:,}, loss {line['loss']:.3f}, {speed:,.0f} tokens/s"
         if "mfu" in line:
             remark += f", MFU {line['mfu']:.0%}"
+        # The training text where the held-out one is not priced on the way.
         if "forecast_bpb" in line:
-            remark += f", training text forecast at {line['forecast_bpb']:.4f} BPB"
+            remark += f", forecast at {line['forecast_bpb']:.4f} BPB"
+        elif "forecast_train_bpb" in line:
+            remark += f", training text forecast at {line['forecast_train_bpb']:.4f} BPB"
         if "forecast_bytes" in line:
             remark += f", {line['forecast_bytes'] / 1e6:.2f} MB"
         return remark + self._validated

@@ -82,20 +82,67 @@ def test_progress_beyond_the_budget_is_the_last_bin() -> None:
 
 def test_bits_per_byte_follow_from_the_tokens_of_a_byte() -> None:
     forecast = Forecast(tokens_per_byte=0.25)
-    assert forecast.final_bpb() is None
+    assert forecast.final_train_bpb() is None
     for i in range(1, 501):
         forecast.add(i / 1000, 4 * math.log(2))
-    assert forecast.final_bpb() == pytest.approx(1.0)
+    assert forecast.final_train_bpb() == pytest.approx(1.0)
+
+
+def priced(forecast: Forecast, prices: dict[float, float], name: str = "val_bpb") -> list[float]:
+    """The forecasts of the held-out text in the lines of a run; 0 where there is none."""
+    lines = [{"progress": i / 100, "loss": 3.0} for i in range(100)]
+    lines = [
+        line | ({name: prices[p]} if (p := line["progress"]) in prices else {}) for line in lines
+    ]
+    return [forecast.see(line).get("forecast_bpb", 0.0) for line in lines]
+
+
+def test_the_held_out_text_is_forecast_from_its_own_prices() -> None:
+    """By the law that prices follow, whatever the losses of the training text do."""
+    found = priced(Forecast(1.0), {p: 2 - 0.25 * math.log(p) for p in (0.1, 0.25, 0.5, 0.75)})
+    # From the second price and from 0.3 on.
+    assert not any(found[:30]) and found[30:] == pytest.approx([2.0] * 70)
+
+
+def test_one_price_is_no_forecast() -> None:
+    assert not any(priced(Forecast(1.0), {0.5: 1.5}))
+
+
+def test_old_prices_count_where_there_are_no_others() -> None:
+    law = {p: 2 - 0.25 * math.log(p) for p in (0.5, 0.75)}
+    # Both are from before a quarter of the progress; then there are two that are not.
+    found = priced(Forecast(1.0), {0.05: 3.0, 0.1: 3.0} | law)
+    assert found[49] == 3.0 and found[-1] == pytest.approx(2.0)
+
+
+def test_a_forecast_of_the_held_out_text_begins_at_its_last_price() -> None:
+    found = priced(Forecast(1.0), {0.25: 2.0, 0.5: 2.5, 0.75: 2.25})
+    # Prices that rise may fall again; they are not said to rise on.
+    assert (found[50], found[-1]) == (2.5, 2.25)
+    noisy = Forecast(1.0)
+    assert priced(noisy, {0.25: 2.0, 0.5: math.nan, 0.75: 1.5})[-1] < 1.5
+
+
+def test_averaged_weights_are_forecast_where_a_run_has_them() -> None:
+    forecast = Forecast(1.0)
+    for p in (0.25, 0.5):
+        line = {"progress": p, "loss": 3.0, "val_bpb": 9.0, "average_val_bpb": 1.25}
+        found = forecast.see(line)
+    assert found == {"forecast_bpb": 1.25}
 
 
 def test_a_watcher_reads_the_forecast_and_the_last_validation() -> None:
     line = {"step": 1200, "progress": 0.5, "loss": 2.5, "tokens": 1000, "seconds": 2.0}
     watch = Watch(None, [line | {"val_bpb": 1.3, "average_val_bpb": 1.2}])
-    words = watch.add(line | {"tokens_per_second": 1500.0, "mfu": 0.5, "forecast_bpb": 1.0625})
+    ahead = {"forecast_train_bpb": 1.0625}
+    words = watch.add(line | {"tokens_per_second": 1500.0, "mfu": 0.5} | ahead)
     assert words == (
         "step 1,200, loss 2.500, 1,500 tokens/s, MFU 50%, training text forecast at 1.0625 BPB, "
         "held-out 1.3000 BPB, averaged 1.2000"
     )
+    # The text that counts, where it is forecast.
+    words = watch.add(line | ahead | {"forecast_bpb": 1.125})
+    assert ", forecast at 1.1250 BPB, held-out" in words and "training text" not in words
     assert watch.add(line | {"val_bpb": 1.25}).endswith("500 tokens/s, held-out 1.2500 BPB")
     assert watch.add(line).endswith(", held-out 1.2500 BPB")
     assert Watch(None).add(line) == "step 1,200, loss 2.500, 500 tokens/s"

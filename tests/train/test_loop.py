@@ -313,19 +313,19 @@ def test_the_forecast_is_logged_in_bits_per_byte_and_survives_a_stop(
 ) -> None:
     lines = list(whole.metrics())
     # Steps begin at 0, 1/30...: the tenth is the first at 0.3.
-    assert [line["step"] for line in lines if "forecast_bpb" in line] == list(range(10, 31))
+    assert [line["step"] for line in lines if "forecast_train_bpb" in line] == list(range(10, 31))
     train = pipeline.load_data(tiny_data).train
-    late = lines[-1]["forecast_bpb"]
+    late = lines[-1]["forecast_train_bpb"]
     bits_per_byte = lines[-1]["loss"] / math.log(2) * train.num_tokens / train.num_bytes
     assert late == pytest.approx(bits_per_byte, rel=0.2)
     sets = ["train.budget_steps=12", "model.num_layers=1", "train.micro_batch_tokens=128"]
+    sets += ["train.validate_every_seconds=1e-9"]
     recipe = load_recipe("baseline+cpu", sets)
     unbroken = trainer_of(recipe, tiny_data, tmp_path / "unbroken", runtime)
     stopped = trainer_of(recipe, tiny_data, tmp_path / "stopped", runtime)
     assert unbroken.run() and not stopped.run(lambda line: line["step"] == 8)
     again = trainer_of(recipe, tiny_data, tmp_path / "stopped", runtime)
     assert again.run()
-    ours, theirs = (
-        [line.get("forecast_bpb") for line in t.folder.metrics()] for t in (again, unbroken)
-    )
-    assert ours == theirs and ours[-1] is not None
+    for name in ("forecast_bpb", "forecast_train_bpb"):
+        ours, theirs = ([m.get(name) for m in t.folder.metrics()] for t in (again, unbroken))
+        assert ours == theirs and ours[-1] is not None

@@ -170,9 +170,7 @@ class Trainer:
         line |= {"tokens": tokens, "seconds": self.position.seconds, "flops": self.position.flops}
         line["epochs"] = self.loader.num_epochs(record["step"])
         line["start_seconds"] = self._start_seconds
-        self.forecast.add(line["progress"], line["loss"])
-        final_bpb = self.forecast.final_bpb()
-        line |= {} if final_bpb is None else {"forecast_bpb": final_bpb}
+        line |= self.forecast.see(line)
         line |= self._forecast_size_if_due(line)
         line |= self.meter.read(tokens, self.position.seconds, self._token_flops())
         if self.runtime.device.type == "cuda":
@@ -278,7 +276,7 @@ class Trainer:
             kept = [m for m in self.folder.metrics() if m["step"] <= self.position.step]
             for line in kept:
                 self.guard.check(line["step"], line["loss"])
-                self.forecast.add(line["progress"], line["loss"])
+                self.forecast.see(line)
                 self._logged_seconds = line["seconds"]
                 if "forecast_bytes" in line:
                     self._sized_seconds = line["seconds"]
