@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -53,15 +54,15 @@ QUIET = {"PYTHONDONTWRITEBYTECODE": "1"}
 OWN = "home/.cache/underpar/bytecode"
 
 
-def bytecode_of_torch(folder: Path, **said: str) -> list[str]:
-    """Where two starts, the second inside the first, keep the bytecode of a small `torch`."""
+def bytecode_of_torch(folder: Path, module_name: str = "torch", **said: str) -> list[str]:
+    """Where a process that this one starts keeps the bytecode of a small `torch`."""
     package = folder / "packages" / "torch"
     package.mkdir(parents=True, exist_ok=True)
-    (package / "__init__.py").write_text("")
-    inner = "import torch"
+    for name in ("__init__", "compiler"):
+        (package / f"{name}.py").touch()
     code = (
         "import subprocess, sys; from underpar.runtime import keep_bytecode; keep_bytecode();"
-        f"subprocess.run([sys.executable, '-c', {inner!r}], check=True)"
+        f"subprocess.run([sys.executable, '-c', 'import {module_name}'], check=True)"
     )
     unset = ("PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX")
     environment = {name: value for name, value in os.environ.items() if name not in unset}
@@ -81,8 +82,12 @@ def test_bytecode_is_kept_at_home_where_none_may_be_written(tmp_path: Path) -> N
 
 
 def test_bytecode_goes_where_python_was_told(tmp_path: Path) -> None:
-    (kept,) = bytecode_of_torch(tmp_path, **QUIET, PYTHONPYCACHEPREFIX=str(tmp_path / "mine"))
+    said = QUIET | {"PYTHONPYCACHEPREFIX": str(tmp_path / "mine")}
+    (kept,) = bytecode_of_torch(tmp_path, **said)
     assert kept.startswith("mine")
+    # A later start needs more of torch than the first one did.
+    both = bytecode_of_torch(tmp_path, "torch.compiler", **said)
+    assert len(both) == 2 and all(path.startswith("mine") for path in both)
 
 
 def test_bytecode_beside_its_source_is_left_alone(tmp_path: Path) -> None:
@@ -101,8 +106,8 @@ def test_packages_that_may_not_be_written_to(
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     monkeypatch.setattr(sys, "pycache_prefix", None)
-    # As if torch had none.
-    monkeypatch.setattr(Path, "exists", lambda path: False)
+    source = SimpleNamespace(origin=str(tmp_path / "torch" / "__init__.py"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: source)
     monkeypatch.setattr(os, "access", lambda path, mode: writable)
     keep_bytecode()
     expected = None if writable else str(tmp_path / ".cache" / "underpar" / "bytecode")

@@ -51,9 +51,11 @@ def keep_bytecode() -> None:
     to import instead of 8. Processes that this one starts do the same.
     """
     torch = importlib.util.find_spec("torch")
-    if torch is None or torch.origin is None or torch.cached is None or Path(torch.cached).exists():
+    if torch is None or torch.origin is None:
         return
-    if not sys.dont_write_bytecode and os.access(Path(torch.origin).parent, os.W_OK):
+    folder = Path(torch.origin).parent
+    may_write = not sys.dont_write_bytecode and os.access(folder, os.W_OK)
+    if sys.pycache_prefix is None and (may_write or (folder / "__pycache__").is_dir()):
         return
     sys.pycache_prefix = sys.pycache_prefix or str(_caches() / "bytecode")
     sys.dont_write_bytecode = False
