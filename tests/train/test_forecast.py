@@ -88,12 +88,12 @@ def test_bits_per_byte_follow_from_the_tokens_of_a_byte() -> None:
     assert forecast.final_train_bpb() == pytest.approx(1.0)
 
 
-def priced(forecast: Forecast, prices: dict[float, float], name: str = "val_bpb") -> list[float]:
+def priced(forecast: Forecast, prices: dict[float, float]) -> list[float]:
     """The forecasts of the held-out text in the lines of a run; 0 where there is none."""
     lines = [{"progress": i / 100, "loss": 3.0} for i in range(100)]
-    lines = [
-        line | ({name: prices[p]} if (p := line["progress"]) in prices else {}) for line in lines
-    ]
+    for line in lines:
+        if line["progress"] in prices:
+            line["val_bpb"] = prices[line["progress"]]
     return [forecast.see(line).get("forecast_bpb", 0.0) for line in lines]
 
 
