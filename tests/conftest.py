@@ -9,15 +9,17 @@ import pytest
 import torch
 
 from tiny import TinyRun
-from underpar import packing, pipeline
-from underpar.build import resolve_levers
+from underpar.build.levers import resolve_levers
+from underpar.core.run_folder import RunFolder
+from underpar.core.runtime import Runtime
 from underpar.data.build import build_data
 from underpar.data.sources.corpus import demo_corpus, read_documents
-from underpar.data_verbs import build_options
 from underpar.recipe import Recipe, load_recipe
-from underpar.run import RunFolder
-from underpar.runtime import Runtime
 from underpar.score.method import ADAPT, PLAIN
+from underpar.stages.data import build_options
+from underpar.stages.pack import pack_run
+from underpar.stages.score import score_artifact
+from underpar.stages.train import train_run
 
 CPU = Runtime(torch.device("cpu"))
 
@@ -72,10 +74,10 @@ def tiny_run(
 ) -> TinyRun:
     """Trained, packed and scored; shared, so tests must not change it (copy it first)."""
     folder = RunFolder(tmp_path_factory.mktemp("runs") / "tiny")
-    assert pipeline.train_run(tiny_recipe, tiny_data, folder, CPU)
-    packing.pack_run(folder)
+    assert train_run(tiny_recipe, tiny_data, folder, CPU)
+    pack_run(folder)
     for method in (PLAIN, ADAPT):
-        pipeline.score_artifact(folder.artifact_file, tiny_data, CPU, method)
+        score_artifact(folder.artifact_file, tiny_data, CPU, method)
     return TinyRun(tiny_recipe, tiny_data, folder)
 
 

@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 
 from lever_stacks import CPU, randomized
+from underpar.core.runtime import Clock, Runtime
 from underpar.data.shards import Shard
 from underpar.infer.predictor import Predictor
 from underpar.infer.tilt import Mixture
 from underpar.levers.lora_ttt import SITES, Settings
 from underpar.model.gpt import GPT
 from underpar.recipe import load_recipe
-from underpar.runtime import Clock, Runtime
-from underpar.score import documents
-from underpar.score.documents import DocumentScorer
 from underpar.score.ledger import Score
 from underpar.score.method import PUBLISHED, Method
+from underpar.score.ttt import scorer as documents
+from underpar.score.ttt.scorer import DocumentScorer
 
 CONTEXT, VOCAB = 16, 64
 SIZES = {"vocab_size": VOCAB, "dim": 32, "num_heads": 2, "num_kv_heads": 1, "mlp_dim": 32}

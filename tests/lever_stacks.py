@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from underpar.build import build_model, weight_shapes
+from underpar.build.model import build_model, weight_shapes
 from underpar.data.loader import Batch, pack_documents
 from underpar.errors import RecipeError
 from underpar.levers import LEVERS, lever_module

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from underpar.build import plug_levers
+from underpar.build.levers import plug_levers
 from underpar.errors import RecipeError
 from underpar.recipe import Recipe, list_recipes, load_recipe, merge, parse_override, to_toml
 

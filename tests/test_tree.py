@@ -1,4 +1,4 @@
-"""The tree explains itself: sizes, import arrows, one reader of the environment, README's tree."""
+"""The tree explains itself: import arrows, one reader of the environment, the printed map."""
 
 import ast
 import re
@@ -15,9 +15,10 @@ IDS = [str(f.relative_to(SOURCE)) for f in FILES]
 
 # Imports point one way: a file may import its own level and those before it.
 LEVELS = [
-    ["underpar", "errors", "parts", "recipe", "recipes", "runtime", "run", "seams"],
+    ["underpar", "errors", "schema", "recipe", "recipes", "seams", "core"],
     ["data", "kernels"],
     ["model"],
+    ["compile"],
     ["train"],
     ["quant"],
     ["artifact"],
@@ -25,25 +26,16 @@ LEVELS = [
     ["score", "codec"],
     ["levers"],
     ["build"],
-    ["scoring"],
-    ["calibrating"],
     ["submit"],
-    ["packing"],
     ["audit"],
-    ["pipeline", "report", "api", "console", "doctor"],
-    ["verbs", "data_verbs", "lab"],
-    ["demo"],
+    ["report"],
+    ["stages"],
+    ["lab", "api"],
     ["cli", "__main__"],
 ]
 # Levers know seams, kernels, infer and recipes, nothing else; stages never know levers.
-LEVER_MAY = {"underpar", "errors", "parts", "recipe", "seams", "kernels", "infer", "levers"}
+LEVER_MAY = {"underpar", "errors", "schema", "recipe", "seams", "kernels", "infer", "levers"}
 KNOWS_LEVERS = {"build", "submit", "levers"}
-
-MAX_FILE_LINES = 350
-MAX_FUNCTION_LINES = 40
-MAX_PARAMETERS = 6
-# Commands declare one parameter an option.
-OPTION_TABLES = {"cli"}
 
 
 def part_of(module: str) -> str:
@@ -70,24 +62,13 @@ def test_imports_point_one_way(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=IDS)
-def test_files_and_functions_read_in_one_sitting(path: Path) -> None:
+def test_modules_and_public_functions_say_what_they_are_for(path: Path) -> None:
     text = path.read_text()
     assert text.isascii()
-    assert len(text.splitlines()) <= MAX_FILE_LINES
     tree = ast.parse(text)
     assert ast.get_docstring(tree), "a module says what it is for"
     for node in ast.walk(tree):
-        if not isinstance(node, ast.FunctionDef):
-            continue
-        lines = (node.end_lineno or 0) - node.lineno + 1
-        names = [a.arg for a in (*node.args.args, *node.args.kwonlyargs)]
-        parameters = [n for n in names if n not in ("self", "cls")]
-        if own_part(path) not in OPTION_TABLES:
-            assert lines <= MAX_FUNCTION_LINES, f"{node.name}: {lines} lines"
-            # A kernel is given addresses and sizes, one by one.
-            is_kernel = "triton.jit" in map(ast.unparse, node.decorator_list)
-            assert is_kernel or len(parameters) <= MAX_PARAMETERS, f"{node.name}: {parameters}"
-        if not node.name.startswith("_"):
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
             assert ast.get_docstring(node) or _is_inner(tree, node), f"{node.name}: no docstring"
 
 
@@ -99,7 +80,7 @@ def _is_inner(tree: ast.Module, node: ast.FunctionDef) -> bool:
 @pytest.mark.parametrize("path", FILES, ids=IDS)
 def test_only_runtime_reads_the_environment(path: Path) -> None:
     reads = re.search(r"\benviron\b|\bgetenv\b", path.read_text())
-    assert (reads is not None) == (path == SOURCE / "runtime.py")
+    assert (reads is not None) == (path == SOURCE / "core" / "runtime.py")
 
 
 def test_the_readme_prints_the_tree() -> None:

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from underpar.core.run_folder import RunFolder
 from underpar.recipe import Recipe
-from underpar.run import RunFolder
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from underpar.runtime import guard_cpu
+from underpar.core.runtime import guard_cpu
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from underpar.errors import RecipeError
-from underpar.parts import (
+from underpar.schema import (
     DataPart,
     LimitsPart,
     ModelSpec,

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from underpar.parts import require
+from underpar.schema import require
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor, nn
 
-    from underpar.parts import ModelSpec
+    from underpar.schema import ModelSpec
 
 # The token that begins every document, in every tokenizer here.
 BOS_ID = 1

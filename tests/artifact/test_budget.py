@@ -12,13 +12,13 @@ import pytest
 from every_scheme import draw_artifact
 
 from tiny import TinyRun
-from underpar import packing, pipeline
 from underpar.artifact.budget import read_budget
 from underpar.artifact.format import HEAD_BYTES, squeeze
 from underpar.artifact.pack import NUM_SECTIONS, pack
+from underpar.core.run_folder import RunFolder
 from underpar.errors import ArtifactError, RecipeError
 from underpar.recipe import list_recipes, load_recipe
-from underpar.run import RunFolder
+from underpar.stages.pack import forecast_size, pack_run
 from underpar.submit.bundle import bundle
 
 
@@ -65,17 +65,17 @@ def test_nothing_over_the_cap_is_written(tiny_run: TinyRun, tmp_path: Path) -> N
         source, target = getattr(tiny_run.folder, name), getattr(folder, name)
         target.write_bytes(source.read_bytes())
     with pytest.raises(ArtifactError, match="over the cap of 50000"):
-        packing.pack_run(folder, cap_bytes=50_000)
+        pack_run(folder, cap_bytes=50_000)
     for lifted in (0, 16_000_001):
         with pytest.raises(RecipeError, match="recipe's 16000000"):
-            packing.pack_run(folder, cap_bytes=lifted)
+            pack_run(folder, cap_bytes=lifted)
     assert not folder.artifact_file.exists()
-    packing.pack_run(folder)
+    pack_run(folder)
     assert folder.artifact_file.read_bytes() == tiny_run.folder.artifact_file.read_bytes()
 
 
 def test_a_forecast_is_close_to_the_packed_size(tiny_run: TinyRun) -> None:
-    forecast = pipeline.forecast_size(tiny_run.recipe, tiny_run.folder.tokenizer_file)
+    forecast = forecast_size(tiny_run.recipe, tiny_run.folder.tokenizer_file)
     assert forecast.model_file_bytes == pytest.approx(
         tiny_run.folder.artifact_file.stat().st_size, rel=0.05
     )
@@ -84,7 +84,7 @@ def test_a_forecast_is_close_to_the_packed_size(tiny_run: TinyRun) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(list_recipes()))
 def test_every_recipe_fits_the_cap_at_full_size(name: str) -> None:
-    budget = pipeline.forecast_size(load_recipe(name))
+    budget = forecast_size(load_recipe(name))
     budget.enforce()
     assert budget.total_bytes <= budget.cap_bytes <= 16_000_000
 
@@ -102,5 +102,5 @@ def test_a_killed_pack_leaves_the_old_file_or_a_whole_one(
     process.kill()
     process.wait()
     assert folder.artifact_file.read_bytes() in (b"old", whole)
-    packing.pack_run(folder)
+    pack_run(folder)
     assert folder.artifact_file.read_bytes() == whole

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import ndtri
 
-from underpar.artifact import bell_fit, bells, gaussian, gaussian_writer, rans
+from underpar.artifact import gaussian, gaussian_writer, rans, width_fit, width_tables
 from underpar.errors import ArtifactError
 from underpar.quant.trellis import LARGEST_CODE, next_state, quantize
 
@@ -54,15 +54,15 @@ def spread_columns(num_columns: int, spread: float) -> np.ndarray:
     return widths / np.sqrt(np.mean(widths**2))
 
 
-def fit(codes: np.ndarray, stride: int) -> tuple[bells.Scales, float]:
+def fit(codes: np.ndarray, stride: int) -> tuple[width_tables.Scales, float]:
     """The coder's scales for codes whose log steps are not known."""
-    return bell_fit.fit(codes, stride, gaussian_writer._expect(codes, (None, None)))
+    return width_fit.fit(codes, stride, gaussian_writer._expect(codes, (None, None)))
 
 
-def look_up(codes: np.ndarray, stride: int) -> tuple[bells.Book, np.ndarray, np.ndarray]:
+def look_up(codes: np.ndarray, stride: int) -> tuple[width_tables.Book, np.ndarray, np.ndarray]:
     """The coder's tables for the codes, the numbers (R, C) of theirs, their places (R, C)."""
     scales, _ = fit(codes, stride)
-    book = bells.Book([scales], stride)
+    book = width_tables.Book([scales], stride)
     tables = book.find_tables(scales)
     return book, tables, book.find_symbols(codes, tables)
 
@@ -201,7 +201,7 @@ def test_stream_layout() -> None:
     data = gaussian_writer.encode(codes)
     exponent, row_bytes, column_bytes, num_escapes = struct.unpack_from("<BIII", data)
     assert (exponent, column_bytes) == (scales.exponent, 0)
-    spread = bells.Spread(*data[HEAD_BYTES : HEAD_BYTES + 2])
+    spread = width_tables.Spread(*data[HEAD_BYTES : HEAD_BYTES + 2])
     rows = data[HEAD_BYTES + 2 : HEAD_BYTES + row_bytes]
     assert np.array_equal(rans.decode(rows, spread.freqs(), 2), scales.rows)
     escapes = data[HEAD_BYTES + row_bytes :][: 2 * num_escapes]
@@ -281,7 +281,7 @@ def recode(data: bytes, codes: np.ndarray, transitions: np.ndarray | None) -> by
     num_lanes = gaussian.choose_num_lanes(codes.shape)
     parts = gaussian._split(data, num_lanes, stride)
     (scales,) = gaussian._read_scales([parts], [codes.shape], [(None, None)])
-    book = bells.Book([scales], stride)
+    book = width_tables.Book([scales], stride)
     places = book.find_symbols(codes, book.find_tables(scales))
     escapes = codes[book.values[places] < -LARGEST_CODE]
     assert np.array_equal(escapes, parts.escapes)

@@ -17,7 +17,7 @@ from underpar.artifact import pack as packing
 from underpar.artifact.format import unframe
 from underpar.artifact.pack import NUM_SECTIONS, Artifact, pack, shuffle, unpack, write_lines
 from underpar.artifact.unpack import read_lines, unshuffle
-from underpar.build import build_predictor
+from underpar.build.model import build_predictor
 from underpar.errors import ArtifactError
 from underpar.quant.lowrank import Factor, LowRank
 from underpar.quant.schemes import QuantizedTensor, dequantize

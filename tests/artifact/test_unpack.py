@@ -18,7 +18,8 @@ from underpar.artifact.format import frame, squeeze, unframe, unsqueeze
 from underpar.artifact.pack import NUM_SECTIONS, Artifact, lines_of, pack, unpack
 from underpar.artifact.table import MAX_HEADER_BYTES
 from underpar.artifact.unpack import LazyArtifact
-from underpar.build import build_predictor, read_artifact, weight_shapes
+from underpar.build.artifact import read_artifact
+from underpar.build.model import build_predictor, weight_shapes
 from underpar.errors import ArtifactError, UnderparError
 from underpar.quant.rules import quantize_model
 from underpar.quant.schemes import dequantize

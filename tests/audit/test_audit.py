@@ -11,13 +11,17 @@ import pytest
 import torch
 
 from tiny import TinyRun
-from underpar import pipeline
 from underpar.audit import rules
 from underpar.audit.case import Case
 from underpar.audit.finding import FAIL, NOT_SHOWN, PASS, Finding
 from underpar.audit.probes import head_of
-from underpar.build import build_predictor, build_tokenizer, plug_levers, read_artifact
+from underpar.build.artifact import build_tokenizer, read_artifact
+from underpar.build.levers import plug_levers
+from underpar.build.model import build_predictor
+from underpar.build.scoring import Way, mixture_of, open_method, run_method
 from underpar.codec.stream import Codec
+from underpar.core.run_folder import RunFolder
+from underpar.core.runtime import Runtime
 from underpar.data.folder import load_data
 from underpar.data.loader import Batch
 from underpar.data.shards import Shard
@@ -25,12 +29,10 @@ from underpar.errors import CodecError, RunError
 from underpar.infer.experts import Expert, Proposals
 from underpar.infer.predictor import Predictor
 from underpar.infer.tilt import Mixture
-from underpar.run import RunFolder
-from underpar.runtime import Runtime
 from underpar.score.ledger import Entry, Score, score_from_dict
 from underpar.score.method import PUBLISHED, Method
 from underpar.score.tally import OnCommit
-from underpar.scoring import Way, mixture_of, open_method, run_method
+from underpar.stages.audit import audit_run, rescorer
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +50,7 @@ def case(tiny_run: TinyRun, runtime: Runtime) -> Case:
     return Case(
         recipe=artifact.recipe,
         open_predictor=open_predictor,
-        rescore=pipeline.rescorer(artifact, runtime),
+        rescore=rescorer(artifact, runtime),
         open_mixture=lambda score: mixture_of(score, artifact.recipe),
         codec=Codec(open_predictor(), build_tokenizer(artifact), identity),
         artifact_file=tiny_run.folder.artifact_file,
@@ -82,7 +84,7 @@ def test_an_honest_run_passes_every_rule(
     shutil.copytree(tiny_run.folder.path, tmp_path / "run")
     folder = RunFolder(tmp_path / "run")
     seen: list[Finding] = []
-    verdict, findings = pipeline.audit_run(folder, runtime, on_rule=seen.append)
+    verdict, findings = audit_run(folder, runtime, on_rule=seen.append)
     assert [(f.rule, f.verdict) for f in findings if f.verdict != PASS] == []
     assert verdict == PASS
     assert seen == findings
@@ -355,7 +357,7 @@ def test_scores_of_another_artifact_are_refused(
     stored = json.loads(folder.score_file("plain").read_text())
     folder.score_file("plain").write_text(json.dumps(stored | {"artifact_sha256": "0" * 64}))
     with pytest.raises(RunError, match="another artifact"):
-        pipeline.audit_run(folder, runtime)
+        audit_run(folder, runtime)
 
 
 def test_time_with_training_text_is_training_time(case: Case) -> None:

@@ -13,6 +13,8 @@ from lever_stacks import randomized
 from underpar import build
 from underpar.artifact.unpack import Artifact
 from underpar.audit import order
+from underpar.build.scoring import Way, mixture_of, open_method, run_method
+from underpar.core.runtime import Runtime
 from underpar.data.loader import Batch
 from underpar.data.shards import Shard
 from underpar.infer.experts import Ints, Proposals
@@ -21,15 +23,13 @@ from underpar.infer.predictor import Predictor
 from underpar.quant.rounding import quantize
 from underpar.quant.schemes import parse_scheme
 from underpar.recipe import load_recipe
-from underpar.runtime import Runtime
-from underpar.score import documents
-from underpar.score import score as score_module
+from underpar.score import scorer as score_module
 from underpar.score.ledger import Score
 from underpar.score.method import PUBLISHED, Method
-from underpar.score.reading import Again, KeptLanes
-from underpar.score.schedule import Turn, published_window
-from underpar.score.team import Hints, Team
-from underpar.scoring import Way, mixture_of, open_method, run_method
+from underpar.score.ttt import scorer as documents
+from underpar.score.ttt.lanes import Hints, Team
+from underpar.score.ttt.reading import Again, KeptLanes
+from underpar.score.ttt.schedule import Turn, published_window
 
 CONTEXT, VOCAB = 16, 64
 SIZES = {"vocab_size": VOCAB, "dim": 32, "num_heads": 2, "num_kv_heads": 1, "mlp_dim": 32}

@@ -15,11 +15,11 @@ from trained import TRANSFORM_NAMES, any_bytes, lossless
 from underpar.codec import stream
 from underpar.codec.lanes import decode_documents, encode_documents
 from underpar.codec.stream import CODED, STORED, Codec, code_documents, read_header
+from underpar.core.runtime import Runtime
 from underpar.data.folder import load_data
 from underpar.data.tokens.tokenizer import SentencePieceTokenizer
 from underpar.errors import CodecError
-from underpar.pipeline import open_codec
-from underpar.runtime import Runtime
+from underpar.stages.use import open_codec
 
 TEXT = "It was a bright cold day in April, and the clocks were striking thirteen.\n" * 8
 

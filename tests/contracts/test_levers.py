@@ -21,18 +21,21 @@ from lever_stacks import (
     stack_with,
     stack_without,
 )
-from underpar import packing, pipeline
-from underpar.build import build_model, resolve_levers
+from underpar.build.levers import resolve_levers
+from underpar.build.model import build_model
+from underpar.core.run_folder import RunFolder
+from underpar.core.runtime import Runtime
+from underpar.core.tensor_files import read_tensors
 from underpar.data.loader import Batch
 from underpar.infer.predictor import Predictor
 from underpar.levers import lever_module
 from underpar.model.gpt import GPT
 from underpar.quant.rules import match_rules, quantize_model
 from underpar.recipe import Recipe, load_recipe
-from underpar.run import RunFolder
-from underpar.runtime import Runtime
 from underpar.seams import LeverModule
-from underpar.train.checkpoint import read_tensors
+from underpar.stages.pack import pack_run
+from underpar.stages.score import score_artifact
+from underpar.stages.train import train_run
 from underpar.train.groups import group_of, group_parameters
 from underpar.train.step import mean_loss
 
@@ -91,9 +94,9 @@ def train_pack_score(
     recipe = dataclasses.replace(load_recipe("cpu", short), levers=levers)
     data = data_for(recipe)
     folder = RunFolder(path / "run")
-    assert pipeline.train_run(recipe, data, folder, runtime)
-    packing.pack_run(folder)
-    score = pipeline.score_artifact(folder.artifact_file, data, runtime).score
+    assert train_run(recipe, data, folder, runtime)
+    pack_run(folder)
+    score = score_artifact(folder.artifact_file, data, runtime).score
     assert np.isfinite(score.bpb)
     assert set(folder.read_recipe().levers) >= {lever_of(name) for name in names}
 
@@ -230,7 +233,7 @@ def test_an_average_is_what_gets_packed(tiny_data: Path, tmp_path: Path, runtime
     short = ["model.num_layers=2", "levers.ema=true", "train.budget_steps=3"]
     recipe = load_recipe("cpu", short)
     folder = RunFolder(tmp_path)
-    pipeline.train_run(recipe, tiny_data, folder, runtime)
+    train_run(recipe, tiny_data, folder, runtime)
     weights, _ = read_tensors(folder.weights_file)
     checkpoint, _ = read_tensors(folder.checkpoint_file)
     assert not torch.equal(weights["embedding.weight"], checkpoint["model/embedding.weight"])

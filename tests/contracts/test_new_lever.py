@@ -8,11 +8,11 @@ import test_levers as contract
 import torch
 
 from lever_stacks import stack_with
-from underpar.build import build_model
+from underpar.build.model import build_model
+from underpar.core.runtime import Runtime
+from underpar.lab.lever_cards import read_card
 from underpar.levers import LEVERS, lever_module
 from underpar.recipe import Recipe, load_recipe
-from underpar.report.lever_cards import read_card
-from underpar.runtime import Runtime
 from underpar.submit.bundle import bundle
 
 NAME = "channel_bias"

@@ -11,17 +11,19 @@ import pytest
 import torch
 
 from lever_stacks import CPU, batch_of, randomized
-from underpar import packing, pipeline
-from underpar.build import build_model, plug_levers, resolve_levers, weight_shapes
-from underpar.calibrating import calibrate, needs_calibration
+from underpar.build.levers import plug_levers, resolve_levers
+from underpar.build.model import build_model, weight_shapes
+from underpar.compile.regions import CompiledLoss
+from underpar.core.run_folder import RunFolder
+from underpar.core.runtime import Runtime
 from underpar.data.folder import load_data
 from underpar.infer.predictor import Predictor
 from underpar.model.gpt import GPT
 from underpar.recipe import Recipe, list_recipes, load_recipe
-from underpar.run import RunFolder
-from underpar.runtime import Runtime
 from underpar.seams import MODEL_SEAMS, SINGLE_SEAMS
-from underpar.train.compiled import CompiledLoss
+from underpar.stages.calibrate import calibrate, needs_calibration
+from underpar.stages.pack import pack_run
+from underpar.stages.train import _begin_run, make_trainer
 from underpar.train.loop import Trainer
 from underpar.train.step import mean_loss
 
@@ -75,8 +77,8 @@ def trained(
     recipe = resolve_levers(load_recipe(f"{request.param}+cpu", overrides))
     data = data_for(recipe)
     folder = RunFolder(tmp_path_factory.mktemp("runs") / request.param)
-    trainer = pipeline.make_trainer(recipe, load_data(data), folder, runtime)
-    pipeline._begin_run(trainer.folder, recipe, data, load_data(data), runtime)
+    trainer = make_trainer(recipe, load_data(data), folder, runtime)
+    _begin_run(trainer.folder, recipe, data, load_data(data), runtime)
     calls = count_calls(trainer.model)
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     assert trainer.run()
@@ -134,7 +136,7 @@ def test_cpu_size_learns_and_fits(
     folder = trained[0].folder
     losses = [m["loss"] for m in folder.metrics()]
     assert losses[-1] < losses[0]
-    assert packing.pack_run(folder).total_bytes <= folder.read_recipe().limits.cap_bytes
+    assert pack_run(folder).total_bytes <= folder.read_recipe().limits.cap_bytes
 
 
 @pytest.mark.parametrize("name", list(NUM_PARAMETERS))

@@ -36,6 +36,7 @@ from small_data import (
 )
 from underpar.audit import rules
 from underpar.audit.finding import FAIL, NOT_SHOWN, PASS, Finding
+from underpar.core.runtime import Clock, Runtime
 from underpar.data.build import BuildOptions, build_data
 from underpar.data.folder import DataFolder, load_data
 from underpar.data.loader import Batch
@@ -47,9 +48,8 @@ from underpar.data.tokens.byte260 import CONTENT, ByteTokenizer
 from underpar.data.tokens.tokenizer import open_tokenizer
 from underpar.errors import DataError, RuleError
 from underpar.recipe import ScorePart
-from underpar.runtime import Clock, Runtime
 from underpar.score.ledger import Entry, Score
-from underpar.score.score import Scorer
+from underpar.score.scorer import Scorer
 
 VAL_TEXTS = [
     *prose(44)[40:],
@@ -453,7 +453,7 @@ def score_on_ranks(
         barrier.wait(timeout=20)
         return found
 
-    monkeypatch.setattr("underpar.score.score.gather_objects", gather)
+    monkeypatch.setattr("underpar.score.scorer.gather_objects", gather)
     recorders = [Recorder() for _ in range(world)]
     scores = [Score("plain", [])] * world
 
@@ -537,7 +537,7 @@ def test_bug_15_a_rank_that_is_missing_or_there_twice_is_refused(
 
     def score(num_copies: int) -> Score:
         monkeypatch.setattr(
-            "underpar.score.score.gather_objects", lambda own, runtime: [own] * num_copies
+            "underpar.score.scorer.gather_objects", lambda own, runtime: [own] * num_copies
         )
         runtime = Runtime(torch.device("cpu"), 0, 2)
         return Scorer(predictor, awkward_shard(), runtime, Clock()).run(ScorePart(batch_tokens=1))

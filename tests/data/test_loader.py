@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_order import LENGTHS, make_shard
 
-from underpar import pipeline
+from underpar.core.run_folder import RunFolder
+from underpar.core.runtime import Runtime
+from underpar.data.folder import load_data
 from underpar.data.loader import (
     CU_BUCKET,
     Batch,
@@ -29,8 +31,7 @@ from underpar.data.loader import (
 from underpar.data.shards import Shard
 from underpar.errors import DataError, RecipeError
 from underpar.recipe import load_recipe
-from underpar.run import RunFolder
-from underpar.runtime import Runtime
+from underpar.stages.train import make_trainer, train_run
 
 ORDERS = ["documents", "sequences"]
 # No two micro-batches of one size, and contexts above and below it.
@@ -196,8 +197,8 @@ def test_a_recipe_names_what_the_loader_knows(override: str, words: tuple[str, .
 def test_a_recipe_becomes_a_plan(tiny_data: Path, tmp_path: Path, runtime: Runtime) -> None:
     def plan_of(*overrides: str) -> tuple[MicroBatch, ...]:
         recipe = load_recipe("cpu", ["train.num_micro_batches=3", *overrides])
-        data = pipeline.load_data(tiny_data)
-        return pipeline.make_trainer(recipe, data, RunFolder(tmp_path), runtime).loader.plan
+        data = load_data(tiny_data)
+        return make_trainer(recipe, data, RunFolder(tmp_path), runtime).loader.plan
 
     assert plan_of("train.context=48") == (MicroBatch(1024, 48),) * 3
     mixed = plan_of("train.contexts=[32, 64]", "train.order=sequences")
@@ -210,7 +211,7 @@ def test_mixed_contexts_train(
 ) -> None:
     sets = ["train.budget_steps=8", "train.contexts=[32, 64]", f"train.order={order}"]
     folder = RunFolder(tmp_path)
-    assert pipeline.train_run(load_recipe("baseline+cpu", sets), tiny_data, folder, runtime)
+    assert train_run(load_recipe("baseline+cpu", sets), tiny_data, folder, runtime)
     losses = [m["loss"] for m in folder.metrics()]
     assert len(losses) == 8 and losses[-1] < losses[0]
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from underpar.demo import fresh_run, run_demo
+from underpar.core.run_folder import RunFolder, write_json
 from underpar.errors import UnderparError
 from underpar.recipe import load_recipe
-from underpar.run import RunFolder, write_json
+from underpar.stages.demo import fresh_run, run_demo
 
 SMALL = ["train.budget_seconds=0", "train.budget_steps=5", "model.num_layers=1", "model.dim=64"]
 SMALL += ["model.num_heads=2", "model.num_kv_heads=1", "model.mlp_dim=64"]

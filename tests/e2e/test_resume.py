@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from underpar import pipeline
 from underpar.cli import app
+from underpar.core.run_folder import RunFolder
+from underpar.core.runtime import Runtime
 from underpar.errors import UnderparError
 from underpar.recipe import load_recipe
-from underpar.run import RunFolder
-from underpar.runtime import Runtime
+from underpar.stages.train import train_run
 
 # A tenth of them is enough for a comparison.
 STEPS = 60
@@ -68,7 +68,7 @@ def change_about(whole: RunFolder, path: Path, **values: str) -> RunFolder:
 def whole(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory, runtime: Runtime) -> RunFolder:
     """An uninterrupted run."""
     folder = RunFolder(tmp_path_factory.mktemp("resume") / "whole")
-    assert pipeline.train_run(load_recipe("baseline+cpu", SETS), tiny_data, folder, runtime)
+    assert train_run(load_recipe("baseline+cpu", SETS), tiny_data, folder, runtime)
     return folder
 
 

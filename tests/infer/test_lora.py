@@ -10,12 +10,13 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lever_stacks import CPU, randomized
-from underpar.build import build_model, lever_settings, plug_levers
+from underpar.build.levers import lever_settings, plug_levers
+from underpar.build.model import build_model
 from underpar.errors import RecipeError
-from underpar.infer.chunk_past import ChunkPast
 from underpar.infer.lora import Lora, Place
 from underpar.levers.lora_ttt import SITES, Settings
 from underpar.model.gpt import GPT
+from underpar.model.kv_cache import ChunkPast
 from underpar.recipe import load_recipe
 
 ALL_SITES = Settings(sites=SITES, rank=3, lr=0.01)

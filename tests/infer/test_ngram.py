@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from underpar.build import find_lever
+from underpar.build.levers import find_lever
 from underpar.errors import RecipeError
 from underpar.infer import ngram, scans
 from underpar.infer.experts import Proposals

@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lever_stacks import CPU, randomized, stack_with
+from underpar.core.runtime import Runtime
 from underpar.data.loader import segments_from_starts
 from underpar.errors import RecipeError
 from underpar.infer.predictor import Predictor
 from underpar.levers import phased_sgd
 from underpar.model.gpt import GPT
-from underpar.model.past import PackedPast
-from underpar.runtime import Runtime
+from underpar.model.kv_cache import PackedPast
 
 ALONE = Runtime(CPU)
 RECIPE = stack_with("softcap")

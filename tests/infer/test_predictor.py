@@ -9,7 +9,9 @@ import torch
 from lever_stacks import batch_of, randomized, stack_with
 from tiny import TinyRun
 from underpar.artifact.unpack import Artifact
-from underpar.build import build_predictor, plug_levers, read_artifact
+from underpar.build.artifact import read_artifact
+from underpar.build.levers import plug_levers
+from underpar.build.model import build_predictor
 from underpar.data.folder import load_data
 from underpar.data.loader import Batch, pack_documents
 from underpar.errors import RuleError

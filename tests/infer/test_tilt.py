@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from underpar.build import find_lever
+from underpar.build.levers import find_lever
 from underpar.infer.experts import Proposals
 from underpar.infer.ngram import CountExpert, Gate, MatchExpert
 from underpar.infer.strengths import Hedge, Steady, make_strength

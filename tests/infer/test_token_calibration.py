@@ -14,22 +14,28 @@ from hypothesis import strategies as st
 from lane_runs import MODEL, SHARD, VOCAB
 from lever_stacks import batch_of, randomized
 from tiny import TinyRun
-from underpar import packing, pipeline
 from underpar.artifact.unpack import Artifact
 from underpar.audit.finding import PASS
 from underpar.audit.probes import distribution_errors, substitution_sums
-from underpar.build import build_model, lever_settings, read_artifact
+from underpar.build.artifact import read_artifact
+from underpar.build.levers import lever_settings
+from underpar.build.model import build_model
+from underpar.build.scoring import Way, method_of, open_method, run_method
+from underpar.core.run_folder import RunFolder
+from underpar.core.runtime import Runtime
+from underpar.data.folder import load_data
 from underpar.errors import RecipeError, RuleError
 from underpar.infer.predictor import Predictor
 from underpar.levers.token_calibration import FIRST_MERGE, Settings, plug
 from underpar.quant.files import read_quantized
 from underpar.quant.schemes import QuantizedTensor, Scheme
 from underpar.recipe import ModelSpec, Recipe, from_tree, load_recipe, merge, to_tree
-from underpar.run import RunFolder
-from underpar.runtime import Runtime
 from underpar.score.ledger import Score
 from underpar.score.method import ADAPT, PLAIN, Method
-from underpar.scoring import Way, method_of, open_method, run_method
+from underpar.stages.audit import audit_run
+from underpar.stages.pack import pack_run
+from underpar.stages.score import score_artifact
+from underpar.stages.train import train_run
 from underpar.submit.bundle import bundle
 
 CPU = torch.device("cpu")
@@ -199,8 +205,8 @@ def packed(
     recipe: Recipe, tiny_run: TinyRun, runtime: Runtime, tmp_path_factory: pytest.TempPathFactory
 ) -> RunFolder:
     folder = RunFolder(tmp_path_factory.mktemp("packed") / "run")
-    assert pipeline.train_run(recipe, tiny_run.data, folder, runtime)
-    packing.pack_run(folder)
+    assert train_run(recipe, tiny_run.data, folder, runtime)
+    pack_run(folder)
     return folder
 
 
@@ -222,10 +228,10 @@ def test_packing_fits_the_numbers_into_the_artifact(packed: RunFolder, recipe: R
 
 def test_packing_again_gives_the_same_bytes(packed: RunFolder) -> None:
     first = packed.artifact_file.read_bytes()
-    packing.pack_run(packed)
+    pack_run(packed)
     assert packed.artifact_file.read_bytes() == first
     packed.quantized_file.unlink()
-    packing.pack_run(packed)
+    pack_run(packed)
     assert packed.artifact_file.read_bytes() == first
 
 
@@ -235,8 +241,8 @@ def test_a_filled_cap_has_room_for_them(
 ) -> None:
     grids = {"quant": {"rules": list(GRIDS)}, "train": {"budget_steps": 6}}
     folder, cap = RunFolder(tmp_path), 225_000
-    assert pipeline.train_run(changed(tiny_run.recipe, grids), tiny_run.data, folder, runtime)
-    assert 0.99 * cap < packing.pack_run(folder, cap).total_bytes <= cap
+    assert train_run(changed(tiny_run.recipe, grids), tiny_run.data, folder, runtime)
+    assert 0.99 * cap < pack_run(folder, cap).total_bytes <= cap
     assert lever_settings(read_artifact(folder.artifact_file)[0].recipe)[NAME] != NEUTRAL
 
 
@@ -244,18 +250,18 @@ def test_scores_use_them_and_the_audit_agrees(
     packed: RunFolder, tiny_run: TinyRun, runtime: Runtime
 ) -> None:
     plain, alone, adapted = (
-        pipeline.score_artifact(packed.artifact_file, tiny_run.data, runtime, method).score
+        score_artifact(packed.artifact_file, tiny_run.data, runtime, method).score
         for method in (PLAIN, ALONE, ADAPT)
     )
     artifact, _ = read_artifact(packed.artifact_file)
     levers = {n: v for n, v in artifact.recipe.levers.items() if n != NAME}
     bare = replace(artifact, recipe=replace(artifact.recipe, levers=levers))
-    data = pipeline.load_data(tiny_run.data)
+    data = load_data(tiny_run.data)
     assert run_method(bare, data.val, Way(PLAIN, runtime)).bits == plain.bits
     # New text is predicted better, if only a little.
     assert 0 < 1 - alone.bits / plain.bits < 0.1
     assert adapted.how["levers"] == ["adapt_scales", NAME]
-    verdict, findings = pipeline.audit_run(packed, runtime, tiny_run.data, code_tokens=300)
+    verdict, findings = audit_run(packed, runtime, tiny_run.data, code_tokens=300)
     assert verdict == PASS, [finding.summary for finding in findings]
     told = next(finding for finding in findings if finding.rule == "score before update")
     assert told.evidence["changed_prices"] == {"adapt": 0, NAME: 0}

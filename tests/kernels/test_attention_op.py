@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from underpar.errors import UnderparError
-from underpar.kernels.attention import attend, available, choice
+from underpar.kernels.attention import attend, available, select
 
 BACKENDS = [n for n, text in available(torch.device("cpu"), torch.float32).items() if text == "yes"]
 LENGTHS = [5, 0, 33, 1, 70, 0]
@@ -169,15 +169,15 @@ def test_new_boundaries_compile_nothing_anew(compiler: str) -> None:
 
 @pytest.mark.usefixtures("fresh_compiler")
 def test_the_choice_may_be_made_while_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "_choices", {})
-    choice._probe.cache_clear()
+    monkeypatch.setattr(select, "_choices", {})
+    select._probe.cache_clear()
     # A trial, as on a GPU, and not the answer that a CPU gives without one.
-    monkeypatch.setattr(choice, "BACKENDS", {"reference": choice.REFERENCE})
+    monkeypatch.setattr(select, "BACKENDS", {"reference": select.REFERENCE})
     compiled = torch.compile(layer, fullgraph=True, dynamic=False, backend="aot_eager")
     tensors, cu = draw(LENGTHS), cuts(LENGTHS)
     with torch.no_grad():
         out = compiled(*tensors, cu)
-    assert set(choice._choices.values()) == {"reference"}
+    assert set(select._choices.values()) == {"reference"}
     torch.testing.assert_close(out, layer(*tensors, cu))
 
 

@@ -13,8 +13,11 @@ import torch
 from scipy import stats
 from typer.testing import CliRunner
 
-from underpar.build import resolve_levers
+from underpar.build.levers import resolve_levers
 from underpar.cli import app
+from underpar.core.run_folder import RunFolder
+from underpar.core.versions import device_name, versions
+from underpar.data.folder import data_identity, load_data
 from underpar.errors import BenchError, RecipeError, RunError
 from underpar.lab import ablate
 from underpar.lab.ablate import (
@@ -27,9 +30,7 @@ from underpar.lab.ablate import (
     run_plan,
     summarize,
 )
-from underpar.pipeline import data_identity, device_name, load_data, versions
 from underpar.recipe import Recipe, load_recipe
-from underpar.run import RunFolder
 
 TOKENS = 4096
 SMALL = ("model.num_layers=6", "levers.smear=true", "levers.softcap=true", "levers.ema=true")

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from underpar.core.run_folder import RunFolder
 from underpar.errors import BenchError
 from underpar.lab.compare import Result, compare, pair_by_seed, read_result, record_margin_bpb
 from underpar.recipe import load_recipe
-from underpar.run import RunFolder
 
 OLD = [Result("a", 1.0574, 1), Result("b", 1.0573, 2), Result("c", 1.0581, 3)]
 NEW = [Result("d", 1.0561, 3, 3.0), Result("e", 1.0566, 1, 3.0), Result("f", 1.0568, 2, 3.0)]

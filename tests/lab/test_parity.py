@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from underpar.build import resolve_levers
+from underpar.build.levers import resolve_levers
+from underpar.core.run_folder import RunFolder
 from underpar.errors import BenchError, RunError
 from underpar.lab import parity
 from underpar.lab.ablate import Job
@@ -23,7 +24,6 @@ from underpar.lab.parity import (
     run_parity,
 )
 from underpar.recipe import Recipe, load_recipe
-from underpar.run import RunFolder
 
 STEPS = 8
 TOKENS = 1024

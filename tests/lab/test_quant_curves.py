@@ -12,20 +12,20 @@ import pytest
 import torch
 
 from tiny import TinyRun
-from underpar.build import build_model
+from underpar.build.model import build_model
+from underpar.core.run_folder import RunFolder
+from underpar.core.runtime import Runtime
 from underpar.data.folder import load_data
 from underpar.errors import BenchError, RunError
 from underpar.lab import quant_case, quant_curves
 from underpar.lab.quant_case import CURVES, Case
 from underpar.lab.quant_curves import FACTORS, Request, first_documents, main, measure, read_request
 from underpar.model.gpt import GPT
-from underpar.packing import read_trained
 from underpar.quant import fisher
 from underpar.quant.calibration import TrainingText, collect
 from underpar.quant.files import Measured, save_measured
 from underpar.quant.schemes import QuantizedModel, dequantize, parse_scheme
-from underpar.run import RunFolder
-from underpar.runtime import Runtime
+from underpar.stages.pack import read_trained
 
 DOCUMENTS, TUNE = 3, 2
 # Those that differ in how they round or count.

@@ -8,10 +8,10 @@ import pytest
 
 from tiny import TinyRun
 from underpar.artifact.unpack import Artifact
+from underpar.build.scoring import Way
 from underpar.data.shards import Shard
 from underpar.lab import scoring_table
 from underpar.lab.scoring_table import ROWS, main, verdict
-from underpar.scoring import Way
 
 # By title, so that rows may be added between them.
 PLAIN, SLIDING, PUBLISHED, STREAM = (

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from lever_stacks import randomized
+from underpar.compile import regions as compiled
+from underpar.core.runtime import Runtime
 from underpar.errors import BenchError
 from underpar.lab.steps import measure_steps
 from underpar.recipe import Recipe, load_recipe
-from underpar.runtime import Runtime
-from underpar.train import compiled
 
 SETS = ["train.micro_batch_tokens=64", "train.num_micro_batches=2", "levers.loop=true"]
 

@@ -11,10 +11,8 @@ from torch import Tensor, nn
 
 from underpar.data.loader import segments_from_starts
 from underpar.errors import RecipeError
-from underpar.model.gpt import GPT
-from underpar.model.past import PackedPast
-from underpar.model.plan import make_plan
-from underpar.model.rotary import angles_of, frequencies_of, rotate
+from underpar.model.gpt import GPT, angles_of, frequencies_of, make_plan, rotate
+from underpar.model.kv_cache import PackedPast
 from underpar.recipe import ModelSpec
 from underpar.seams import Visit
 

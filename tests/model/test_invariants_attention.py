@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from underpar.build import build_model
+from underpar.build.model import build_model
 from underpar.data.loader import Segments, segments_from_starts
 from underpar.infer.predictor import Predictor
-from underpar.model.gpt import GPT
-from underpar.model.past import PackedPast
-from underpar.model.rotary import angles_of, rotate
+from underpar.model.gpt import GPT, angles_of, rotate
+from underpar.model.kv_cache import PackedPast
 from underpar.recipe import load_recipe
 from underpar.seams import BOS_ID
 

@@ -7,11 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from underpar.build import build_model, plug_levers
+from underpar.build.levers import plug_levers
+from underpar.build.model import build_model
 from underpar.data.loader import Batch, segments_from_starts
 from underpar.infer.predictor import Predictor
 from underpar.model.gpt import GPT
-from underpar.model.past import PackedPast
+from underpar.model.kv_cache import PackedPast
 from underpar.recipe import load_recipe
 from underpar.seams import BOS_ID, Stream, Visit
 from underpar.train.groups import group_parameters

@@ -6,11 +6,11 @@ import sys
 import pytest
 import torch
 
-from underpar.build import build_model, weight_shapes
+from underpar.build.model import build_model, weight_shapes
 from underpar.errors import RecipeError
 from underpar.infer.predictor import Predictor
-from underpar.pipeline import forecast_size
 from underpar.recipe import load_recipe
+from underpar.stages.pack import forecast_size
 
 LOOP = "levers.loop=true"
 

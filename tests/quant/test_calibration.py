@@ -12,16 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from underpar.build import build_model, resolve_levers
+from underpar.build.levers import resolve_levers
+from underpar.build.model import build_model
+from underpar.core.runtime import Runtime
 from underpar.data.folder import DataFolder, load_data
 from underpar.data.loader import Batch, Loader, MicroBatch
 from underpar.errors import ArtifactError, RecipeError, RuleError
 from underpar.infer.predictor import Predictor
 from underpar.model.gpt import GPT
-from underpar.model.past import PackedPast
+from underpar.model.kv_cache import PackedPast
 from underpar.quant.calibration import HEAD, Calibration, SelfGenerated, TrainingText, collect
 from underpar.recipe import Recipe, load_recipe
-from underpar.runtime import Runtime
 
 NUM_LAYERS, VISITS = 3, (1, 3, 1)
 SETS = [f"model.num_layers={NUM_LAYERS}", "levers.loop={first=1, last=1, start=0.5}"]

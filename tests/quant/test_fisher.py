@@ -13,18 +13,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tiny import TinyRun
-from underpar.build import build_model, resolve_levers
+from underpar.build.levers import resolve_levers
+from underpar.build.model import build_model
+from underpar.core.runtime import Runtime
+from underpar.core.tensor_files import read_tensors
 from underpar.data.folder import DataFolder, load_data
 from underpar.data.loader import Batch
 from underpar.errors import ArtifactError, RuleError
 from underpar.model.gpt import GPT
-from underpar.model.past import PackedPast
+from underpar.model.kv_cache import PackedPast
 from underpar.quant.allocate import Sensitivity, conditional_variances, sensitivities
 from underpar.quant.calibration import HEAD, Calibration, TrainingText, collect
 from underpar.quant.fisher import FLOOR, Fisher, measure
 from underpar.recipe import load_recipe
-from underpar.runtime import Runtime
-from underpar.train.checkpoint import read_tensors
 
 SETS = ["model.num_layers=2", "levers.loop={first=0, last=0, start=0.5}", "levers.xsa=true"]
 

@@ -10,17 +10,17 @@ import torch
 import torch.nn.functional as F
 
 from tiny import TinyRun
-from underpar.build import build_model
+from underpar.build.model import build_model
+from underpar.core.runtime import Runtime
+from underpar.core.tensor_files import read_tensors
 from underpar.data.folder import DataFolder, load_data
 from underpar.errors import ArtifactError, RuleError
 from underpar.model.gpt import GPT
-from underpar.parts import TrainPart
 from underpar.quant import logit_fit
 from underpar.quant.logit_fit import Numbers, UnreadText, fit_logits
 from underpar.quant.rules import quantize_model
 from underpar.quant.schemes import dequantize
-from underpar.runtime import Runtime
-from underpar.train.checkpoint import read_tensors
+from underpar.schema import TrainPart
 
 RULES = ["blocks.*.weight int4:20", "embedding.weight int4:20", "* fp16"]
 START = Numbers((1.0,) * 3, (0.0,) * 3)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from underpar.core.tensor_files import save_tensors
 from underpar.errors import RunError
 from underpar.quant.calibration import HEAD, Calibration
 from underpar.quant.files import (
@@ -19,7 +20,6 @@ from underpar.quant.fisher import Fisher
 from underpar.quant.lowrank import Factor, LowRank
 from underpar.quant.rounding import quantize
 from underpar.quant.schemes import QuantizedTensor, dequantize, parse_scheme
-from underpar.train.checkpoint import save_tensors
 
 
 def test_calibrations(tmp_path: Path) -> None:

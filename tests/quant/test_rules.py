@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from underpar.build import build_model, weight_shapes
+from underpar.build.model import build_model, weight_shapes
 from underpar.errors import RecipeError
 from underpar.quant.calibration import sites_of
 from underpar.quant.rules import CALIBRATED, check_rules, match_rules, quantize_model

@@ -12,18 +12,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tiny import TinyRun
-from underpar.build import build_model
+from underpar.build.model import build_model
+from underpar.core.runtime import Runtime
+from underpar.core.tensor_files import read_tensors
 from underpar.data.folder import DataFolder, load_data
 from underpar.errors import ArtifactError, RecipeError, RuleError
 from underpar.infer.predictor import Predictor
 from underpar.model.gpt import GPT
-from underpar.model.past import PackedPast
+from underpar.model.kv_cache import PackedPast
 from underpar.quant.calibration import SelfGenerated, TrainingText
 from underpar.quant.rules import quantize_model
 from underpar.quant.schemes import dequantize
 from underpar.quant.tune import Settings, tune
-from underpar.runtime import Runtime
-from underpar.train.checkpoint import read_tensors
 
 FEW = Settings(steps=6, lr=0.01)
 RULES = ["blocks.*.weight int4:20", "embedding.weight int4:20", "* fp16"]

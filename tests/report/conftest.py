@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from underpar.run import RunFolder
+from underpar.core.run_folder import RunFolder
 
 ARTIFACT = b"packed model"
 SHA256 = hashlib.sha256(ARTIFACT).hexdigest()

@@ -12,10 +12,10 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
+from underpar.core.run_folder import RunFolder
 from underpar.errors import RunError
 from underpar.recipe import load_recipe
 from underpar.report.build import build_report, change_text, number_text, seconds_text
-from underpar.run import RunFolder
 
 VOID = {"meta", "br"}
 

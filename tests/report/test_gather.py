@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from underpar.core.run_folder import RunFolder
 from underpar.errors import RunError
 from underpar.recipe import load_recipe
 from underpar.report.facts import Comparison
 from underpar.report.gather import gather
-from underpar.run import RunFolder
 
 
 def test_a_full_run(make_run: Any) -> None:

@@ -16,29 +16,29 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_team import Ranks
 from typer.testing import CliRunner
 
 from lane_runs import MODEL, SETTINGS, SHARD, STREAM, Run
 from lane_runs import SORTED as BY_LENGTH
 from lever_stacks import CPU, randomized
+from thread_ranks import Ranks
 from tiny import TinyRun
 from underpar import cli
 from underpar.artifact.unpack import Artifact
+from underpar.build.scoring import Way, open_method, run_method
+from underpar.core.runtime import Clock, Runtime
 from underpar.errors import RunError
-from underpar.infer.chunk_past import ChunkPast
 from underpar.infer.lora import Lora
 from underpar.levers import phased_sgd
+from underpar.model.kv_cache import ChunkPast
 from underpar.quant.schemes import QuantizedTensor, Scheme
 from underpar.recipe import load_recipe
-from underpar.runtime import Clock, Runtime
-from underpar.score import documents
 from underpar.score import partial as module
 from underpar.score.ledger import Score
 from underpar.score.method import PUBLISHED, Method
 from underpar.score.partial import Partial, Stopped
-from underpar.score.pricing import price_rows
-from underpar.scoring import Way, open_method, run_method
+from underpar.score.ttt import scorer as documents
+from underpar.score.ttt.forward import price_rows
 
 RECIPE = load_recipe("cpu", [*MODEL, "levers.smear.init=0.5", "levers.softcap=true"])
 SMALL = ["score.batch_tokens=1", "score.adapt_tokens=1"]

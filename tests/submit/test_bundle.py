@@ -60,7 +60,7 @@ def test_imports_for_type_checking_are_not_followed() -> None:
 
 def test_the_closure_holds_the_scoring_path_and_no_more() -> None:
     closure = module_closure(["underpar.submit.entry"])
-    assert {"underpar", "underpar.score.score", "underpar.model.gpt", "underpar.build"} <= closure
+    assert {"underpar", "underpar.score.scorer", "underpar.model.gpt", "underpar.build"} <= closure
     parts = {name.split(".")[1] for name in closure if "." in name}
     assert not parts & {"cli", "lab", "report", "audit", "pipeline", "api", "console", "codec"}
     assert not any(name.startswith("underpar.levers.") for name in closure)

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from underpar.core.tensor_files import read_tensors
 from underpar.errors import RunError
-from underpar.train.checkpoint import Position, read_checkpoint, read_tensors, save_checkpoint
+from underpar.train.checkpoint import Position, read_checkpoint, save_checkpoint
 
 POSITION = Position("recipe", "data", step=7, seconds=1.5)
 

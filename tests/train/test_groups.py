@@ -1,6 +1,6 @@
 """Every parameter in exactly one optimizer group."""
 
-from underpar.build import build_model
+from underpar.build.model import build_model
 from underpar.recipe import Recipe
 from underpar.train.groups import GROUPS, group_parameters
 

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from underpar.core.run_folder import RunFolder
+from underpar.core.tensor_files import save_tensors
 from underpar.data.folder import load_data
 from underpar.data.loader import Loader, MicroBatch
 from underpar.errors import RunError
-from underpar.run import RunFolder
-from underpar.train.checkpoint import save_tensors
 from underpar.train.guard import Guard, Reference, read_batches, read_reference, save_batches
 
 # Losses of steps 1 to 5 of PR 2014, seed 0: the normal spike.

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from underpar.build import build_model
+from underpar.build.model import build_model
+from underpar.core.runtime import Runtime, seed_everything
 from underpar.data.loader import Batch, Loader, MicroBatch, make_step
 from underpar.data.made_up import made_up_batch
 from underpar.data.shards import Shard
 from underpar.recipe import load_recipe
-from underpar.runtime import Runtime, seed_everything
 from underpar.seams import BOS_ID
 from underpar.train.feed import Feed
 from underpar.train.step import mean_loss, step_of

@@ -14,15 +14,16 @@ from typing import Any
 import pytest
 import torch
 
-from underpar import pipeline, verbs
-from underpar.build import resolve_levers
+from underpar.build.levers import resolve_levers
+from underpar.core.run_folder import RunFolder
+from underpar.core.runtime import Runtime
+from underpar.core.tensor_files import read_tensors
 from underpar.data.build import BuildOptions, build_data
+from underpar.data.folder import load_data
 from underpar.errors import RecipeError, RunError
 from underpar.model.gpt import GPT
 from underpar.recipe import Recipe, load_recipe, to_toml
-from underpar.run import RunFolder
-from underpar.runtime import Runtime
-from underpar.train.checkpoint import read_tensors
+from underpar.stages.train import make_trainer, train, train_run
 from underpar.train.feed import Feed
 from underpar.train.guard import read_batches
 from underpar.train.loop import Trainer
@@ -43,7 +44,7 @@ def losses(folder: RunFolder) -> list[float]:
 def whole(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory, runtime: Runtime) -> RunFolder:
     """An uninterrupted run."""
     folder = RunFolder(tmp_path_factory.mktemp("whole"))
-    assert pipeline.train_run(load_recipe("baseline+cpu", OVERRIDES), tiny_data, folder, runtime)
+    assert train_run(load_recipe("baseline+cpu", OVERRIDES), tiny_data, folder, runtime)
     return folder
 
 
@@ -105,7 +106,7 @@ def test_a_finished_run_is_not_trained_again(
     whole: RunFolder, tiny_data: Path, runtime: Runtime
 ) -> None:
     before = whole.metrics_file.read_text()
-    assert pipeline.train_run(load_recipe("baseline+cpu", OVERRIDES), tiny_data, whole, runtime)
+    assert train_run(load_recipe("baseline+cpu", OVERRIDES), tiny_data, whole, runtime)
     assert whole.metrics_file.read_text() == before
 
 
@@ -113,7 +114,7 @@ def test_another_recipe_is_refused_in_the_same_folder(
     whole: RunFolder, tiny_data: Path, runtime: Runtime
 ) -> None:
     with pytest.raises(RunError, match="choose another --out"):
-        pipeline.train_run(load_recipe("baseline+cpu"), tiny_data, whole, runtime)
+        train_run(load_recipe("baseline+cpu"), tiny_data, whole, runtime)
 
 
 def test_other_data_are_refused_and_leave_the_folder_alone(
@@ -123,21 +124,21 @@ def test_other_data_are_refused_and_leave_the_folder_alone(
     before = {p.name: p.read_bytes() for p in whole.path.iterdir()}
     with pytest.raises(RunError, match="data_identity"):
         recipe = load_recipe("baseline+cpu", OVERRIDES)
-        pipeline.train_run(recipe, tmp_path / "other", whole, runtime)
+        train_run(recipe, tmp_path / "other", whole, runtime)
     assert {p.name: p.read_bytes() for p in whole.path.iterdir()} == before
 
 
 def test_a_wrong_vocabulary_is_refused(tiny_data: Path, tmp_path: Path, runtime: Runtime) -> None:
     recipe = load_recipe("baseline+cpu", ["model.vocab_size=600"])
     with pytest.raises(RecipeError, match=r"600.*512"):
-        pipeline.train_run(recipe, tiny_data, RunFolder(tmp_path), runtime)
+        train_run(recipe, tiny_data, RunFolder(tmp_path), runtime)
 
 
 def test_ranks_must_share_the_batch(tiny_data: Path, tmp_path: Path) -> None:
     recipe = load_recipe("baseline+cpu", OVERRIDES)
-    trainer = pipeline.make_trainer(
+    trainer = make_trainer(
         recipe,
-        pipeline.load_data(tiny_data),
+        load_data(tiny_data),
         RunFolder(tmp_path),
         Runtime(torch.device("cpu"), 0, 3),
     )
@@ -158,7 +159,7 @@ def test_a_time_budget_ends_within_a_step(
     seconds = ["train.budget_steps=0", "train.budget_seconds=0.5", "model.num_layers=2"]
     recipe = load_recipe("baseline+cpu", seconds)
     folder = RunFolder(tmp_path)
-    assert pipeline.train_run(recipe, tiny_data, folder, runtime)
+    assert train_run(recipe, tiny_data, folder, runtime)
     lines = list(folder.metrics())
     assert lines[-1]["seconds"] >= 0.5
     assert all(m["seconds"] < 0.5 for m in lines[:-1])
@@ -171,7 +172,7 @@ def test_a_broken_loss_stops_with_its_batches_and_spares_the_checkpoint(
     sets = ["train.budget_steps=12", "model.num_layers=1", "train.checkpoint_seconds=0"]
     recipe = load_recipe("baseline+cpu", [*sets, f"train.log_every={log_every}"])
     folder = RunFolder(tmp_path)
-    trainer = pipeline.make_trainer(recipe, pipeline.load_data(tiny_data), folder, runtime)
+    trainer = make_trainer(recipe, load_data(tiny_data), folder, runtime)
     whole_loss = trainer._loss_of
     trainer._loss_of = lambda model, batch: (
         whole_loss(model, batch) * (float("nan") if trainer.position.step == 5 else 1.0)
@@ -189,7 +190,7 @@ def test_a_budget_of_operations_ends_a_run(
     sets = ["model.num_layers=1", "train.budget_steps=0", "train.budget_flops=2e9"]
     recipe = load_recipe("baseline+cpu", sets)
     folder = RunFolder(tmp_path)
-    assert pipeline.train_run(recipe, tiny_data, folder, runtime)
+    assert train_run(recipe, tiny_data, folder, runtime)
     flops = [m["flops"] for m in folder.metrics()]
     assert flops[-1] >= 2e9 > flops[-2]
     assert flops[1] == pytest.approx(2 * flops[0])
@@ -197,7 +198,7 @@ def test_a_budget_of_operations_ends_a_run(
 
 def trainer_of(recipe: Recipe, data: Path, path: Path, runtime: Runtime) -> Trainer:
     path.mkdir(exist_ok=True)
-    return pipeline.make_trainer(recipe, pipeline.load_data(data), RunFolder(path), runtime)
+    return make_trainer(recipe, load_data(data), RunFolder(path), runtime)
 
 
 def test_the_end_is_priced_before_and_after_averaging(
@@ -208,8 +209,8 @@ def test_the_end_is_priced_before_and_after_averaging(
     assert {key: found[key] for key in ("step", "tokens", "seconds")} == {
         key: last[key] for key in ("step", "tokens", "seconds")
     }
-    data = pipeline.load_data(tiny_data)
-    trainer = pipeline.make_trainer(whole.read_recipe(), data, whole, runtime)
+    data = load_data(tiny_data)
+    trainer = make_trainer(whole.read_recipe(), data, whole, runtime)
     trainer._resume()
     again = trainer.validator.run(trainer.model, read_tensors(whole.weights_file)[0])
     expected = again.as_dict() | {"validation_seconds": found["validation_seconds"]}
@@ -225,7 +226,7 @@ def test_a_summary_says_what_the_weights_are_worth(
 ) -> None:
     sets = ["train.budget_steps=3", "model.num_layers=1"]
     recipe, folder = resolve_levers(load_recipe("baseline+cpu", sets)), RunFolder(tmp_path)
-    summary = verbs.train(recipe, tiny_data, folder, runtime, quiet=True)
+    summary = train(recipe, tiny_data, folder, runtime, quiet=True)
     found = json.loads(folder.validation_file.read_text())
     assert summary["live_bpb"] == found["live_bpb"] > 0
     # Nothing is averaged here.
@@ -314,7 +315,7 @@ def test_the_forecast_is_logged_in_bits_per_byte_and_survives_a_stop(
     lines = list(whole.metrics())
     # Steps begin at 0, 1/30...: the tenth is the first at 0.3.
     assert [line["step"] for line in lines if "forecast_train_bpb" in line] == list(range(10, 31))
-    train = pipeline.load_data(tiny_data).train
+    train = load_data(tiny_data).train
     late = lines[-1]["forecast_train_bpb"]
     bits_per_byte = lines[-1]["loss"] / math.log(2) * train.num_tokens / train.num_bytes
     assert late == pytest.approx(bits_per_byte, rel=0.2)

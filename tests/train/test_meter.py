@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from underpar.build import build_model
+from underpar.build.model import build_model
+from underpar.core.runtime import Clock
 from underpar.data.loader import segments_from_starts
+from underpar.lab.flops import count_flops
 from underpar.model.gpt import GPT
-from underpar.model.past import PackedPast
-from underpar.parts import ModelSpec
+from underpar.model.kv_cache import PackedPast
 from underpar.recipe import Recipe, load_recipe
-from underpar.report.flops import count_flops
-from underpar.runtime import Clock
+from underpar.schema import ModelSpec
 from underpar.train.meter import Meter, flops_per_token, peak_flops, peak_of
 
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from underpar.runtime import Runtime, open_runtime
+from underpar.core.dist import process_group
+from underpar.core.runtime import Runtime, open_runtime
 from underpar.train import muon
-from underpar.train.dist import process_group
 from underpar.train.muon import CLASSIC, Muon, normalize_rows, orthogonalize
 
 # Two banks that no number of ranks here divides, and one with fewer matrices than ranks.

@@ -8,18 +8,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from underpar.build import build_model, lever_settings, plug_levers
+from underpar.build.levers import lever_settings, plug_levers
+from underpar.build.model import build_model
+from underpar.core.runtime import Runtime
 from underpar.data.loader import Batch, MicroBatch, micros_of_rank
 from underpar.data.made_up import made_up_batch
 from underpar.errors import RecipeError
 from underpar.levers.qat_lite import BITS, SIGMAS, QatLite, Settings, plug
 from underpar.levers.ste import round_rows
 from underpar.model.gpt import GPT
-from underpar.parts import ModelSpec
 from underpar.quant.rounding import quantize
 from underpar.quant.schemes import dequantize, parse_scheme
 from underpar.recipe import load_recipe
-from underpar.runtime import Runtime
+from underpar.schema import ModelSpec
 from underpar.train import step as step_module
 from underpar.train.step import accumulate, mean_loss, sum_penalties
 

@@ -18,16 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from underpar import cli, pipeline
-from underpar.data.folder import load_data
-from underpar.data.loader import Batch, Loader
-from underpar.errors import UnderparError
-from underpar.quant.files import read_measured
-from underpar.recipe import load_recipe
-from underpar.run import RunFolder
-from underpar.runtime import Runtime, open_runtime
-from underpar.train.checkpoint import read_tensors
-from underpar.train.dist import (
+from underpar import cli
+from underpar.core.dist import (
     ask_main,
     from_main,
     gather_shares,
@@ -35,6 +27,15 @@ from underpar.train.dist import (
     require_on_main,
     require_same,
 )
+from underpar.core.run_folder import RunFolder
+from underpar.core.runtime import Runtime, open_runtime
+from underpar.core.tensor_files import read_tensors
+from underpar.data.folder import load_data
+from underpar.data.loader import Batch, Loader
+from underpar.errors import UnderparError
+from underpar.quant.files import read_measured
+from underpar.recipe import load_recipe
+from underpar.stages.train import make_trainer, train_run
 from underpar.train.feed import Feed
 from underpar.train.step import step_of
 
@@ -82,7 +83,7 @@ def losses(folder: RunFolder) -> list[float]:
 def alone(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory, runtime: Runtime) -> RunFolder:
     """The run on one rank."""
     folder = RunFolder(tmp_path_factory.mktemp("ranks") / "one")
-    assert pipeline.train_run(load_recipe("baseline+cpu", SETS), tiny_data, folder, runtime)
+    assert train_run(load_recipe("baseline+cpu", SETS), tiny_data, folder, runtime)
     return folder
 
 
@@ -276,7 +277,7 @@ def fill_disk() -> None:
 def break_loss(data: Path, folder: Path, runtime: Runtime) -> None:
     """Train until the second rank's share of a step is no number."""
     recipe = load_recipe("baseline+cpu", SETS)
-    trainer = pipeline.make_trainer(recipe, load_data(data), RunFolder(folder), runtime)
+    trainer = make_trainer(recipe, load_data(data), RunFolder(folder), runtime)
     whole_loss = trainer._loss_of
 
     def loss_of(model: torch.nn.Module, batch: Batch) -> torch.Tensor:

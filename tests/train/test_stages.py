@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from underpar import pipeline
-from underpar.build import resolve_levers
+from underpar.build.levers import resolve_levers
+from underpar.core.run_folder import RunFolder
+from underpar.core.runtime import Runtime
 from underpar.data.folder import load_data
 from underpar.data.loader import Batch, Loader, MicroBatch, make_step
 from underpar.recipe import Recipe, TrainPart, load_recipe
-from underpar.run import RunFolder
-from underpar.runtime import Runtime
+from underpar.stages.train import make_trainer, train_run
 from underpar.train.feed import Feed
 from underpar.train.loop import Trainer
 from underpar.train.step import mean_loss, step_of
@@ -30,14 +30,14 @@ def recipe() -> Recipe:
 
 
 def trainer_of(recipe: Recipe, data: Path, path: Path, runtime: Runtime) -> Trainer:
-    return pipeline.make_trainer(recipe, load_data(data), RunFolder(path), runtime)
+    return make_trainer(recipe, load_data(data), RunFolder(path), runtime)
 
 
 def test_a_run_goes_through_its_stages(
     recipe: Recipe, tiny_data: Path, tmp_path: Path, runtime: Runtime
 ) -> None:
     folder = RunFolder(tmp_path)
-    assert pipeline.train_run(recipe, tiny_data, folder, runtime)
+    assert train_run(recipe, tiny_data, folder, runtime)
     lines = list(folder.metrics())
     assert [m["context"] for m in lines] == [16] * 4 + [32] * 3 + [64] * 3
     plain = [max(min(1, (1 - m["progress"]) / 0.85), 0.1) for m in lines]

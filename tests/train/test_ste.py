@@ -14,22 +14,24 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch.func import functional_call
 
 from lever_stacks import batch_of
-from underpar import pipeline
-from underpar.build import build_model, lever_settings, plug_levers, resolve_levers
+from underpar.build.levers import lever_settings, plug_levers, resolve_levers
+from underpar.build.model import build_model
+from underpar.compile import regions as compiled
+from underpar.core.run_folder import RunFolder
+from underpar.core.runtime import Runtime
+from underpar.core.tensor_files import read_tensors
+from underpar.data.folder import load_data
 from underpar.data.loader import Batch, MicroBatch
 from underpar.data.made_up import made_up_batch
 from underpar.errors import RecipeError
 from underpar.levers.ste import NEUTRAL, Settings, plug, round_rows
 from underpar.model.gpt import GPT
-from underpar.parts import ModelSpec
 from underpar.quant.rounding import quantize
 from underpar.quant.schemes import dequantize, parse_scheme
 from underpar.recipe import Recipe, load_recipe
-from underpar.run import RunFolder
-from underpar.runtime import Runtime
-from underpar.train import compiled
+from underpar.schema import ModelSpec
+from underpar.stages.train import make_trainer
 from underpar.train import step as step_module
-from underpar.train.checkpoint import read_tensors
 from underpar.train.loop import Trainer
 from underpar.train.step import LossOf, accumulate, mean_loss
 
@@ -48,7 +50,7 @@ def model() -> GPT:
 def trainer_of(data: Path, path: Path, *sets: str) -> Trainer:
     path.mkdir(exist_ok=True)
     recipe = resolve_levers(load_recipe("baseline+cpu", [*SHORT, *sets]))
-    return pipeline.make_trainer(recipe, pipeline.load_data(data), RunFolder(path), Runtime(CPU))
+    return make_trainer(recipe, load_data(data), RunFolder(path), Runtime(CPU))
 
 
 def rounded_weights(model: nn.Module) -> dict[str, Tensor]:

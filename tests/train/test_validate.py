@@ -8,16 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from underpar import pipeline
-from underpar.build import build_model, resolve_levers
+from underpar.build.levers import resolve_levers
+from underpar.build.model import build_model
+from underpar.core.runtime import Clock, Runtime
 from underpar.data.folder import load_data
 from underpar.data.shards import Shard
 from underpar.errors import RecipeError
 from underpar.infer.predictor import Predictor
 from underpar.model.gpt import GPT
 from underpar.recipe import Recipe, ScorePart, load_recipe
-from underpar.runtime import Clock, Runtime
-from underpar.score.score import Scorer
+from underpar.score.scorer import Scorer
+from underpar.stages.train import make_validator
 from underpar.train.validate import Validation, Validator
 
 # Documents of up to 2,000 characters are cut; the loop is off at first; smear differs in training.
@@ -48,7 +49,7 @@ def model_of(recipe: Recipe, seed: int) -> GPT:
 
 def validator_of(recipe: Recipe, shard: Shard, runtime: Runtime, tokens: int = 4096) -> Validator:
     part = ScorePart(batch_tokens=tokens)
-    return pipeline.make_validator(replace(recipe, score=part), shard, runtime)
+    return make_validator(replace(recipe, score=part), shard, runtime)
 
 
 def scored(model: GPT, shard: Shard, runtime: Runtime) -> tuple[float, int, int]:

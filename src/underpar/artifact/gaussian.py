@@ -1,4 +1,4 @@
-"""Entropy coder for matrices of integers whose width is known by row and column (bells.py).
+"""Entropy coder for matrices of integers whose width is known by row and column (width_tables.py).
 
 States, words and invariants are those of lanes.py, but every symbol has a table of its own, and a
 lane codes whole rows: of L lanes, lane l codes rows l, l + L, ..., each from left to right. So a
@@ -10,7 +10,7 @@ Byte layout of a stream, little-endian:
 * u8: index of the exponent, plus 4 for a trellis;
 * u32 x 3: bytes of the row section, bytes of the column section, number of escapes;
 * row section: u8 center, u8 bucket of the rows' spread, then a stream of rans.py; 128 is added to
-  the center where shifts that log steps let expect (bells.py) were added to the rows, mod 96;
+  the center if log steps predict shifts (width_tables.py): they were added to the rows, mod 96;
 * column section: the same of columns + 48; absent where all columns are 0;
 * escapes in C order, i16 each;
 * the codes: u32 states of the lanes, then u16 words in the order the decoder needs them.
@@ -25,9 +25,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from underpar.artifact import bells, rans
-from underpar.artifact.bells import Book, Scales, Spread
-from underpar.artifact.lanes import PROB_BITS, Block, Reader, make_block, pack_slots
+from underpar.artifact import rans, width_tables
+from underpar.artifact.streams import PROB_BITS, Block, Reader, make_block, pack_slots
+from underpar.artifact.width_tables import Book, Scales, Spread
 from underpar.errors import ArtifactError
 
 # A lane costs about three bytes: 0.05 % of its length at 16,384 symbols of 3 bits.
@@ -134,7 +134,7 @@ def _split(data: bytes, num_lanes: int, stride: int) -> _Parts:
         raise ArtifactError(f"weight stream of {len(data)} bytes has no header")
     kind, row_bytes, column_bytes, num_escapes = HEAD.unpack_from(data)
     exponent = kind - TRELLIS_FLAG * (stride - 1)
-    if not 0 <= exponent < len(bells.EXPONENTS):
+    if not 0 <= exponent < len(width_tables.EXPONENTS):
         raise ArtifactError(
             f"weight stream of kind {kind}: unknown, or its trellis is not the one expected"
         )
@@ -153,16 +153,16 @@ def _read_scales(
     lines, shifts = [], []
     for part, shape, own in zip(parts, shapes, steps, strict=True):
         lines.append(part.rows)
-        shifts.append(bells.expect_shifts(own[0], shape[0]))
+        shifts.append(width_tables.expect_shifts(own[0], shape[0]))
         if part.columns:
             lines.append(part.columns)
-            shifts.append(bells.expect_shifts(own[1], shape[1]))
+            shifts.append(width_tables.expect_shifts(own[1], shape[1]))
     found = iter(_read_lines(lines, shifts))
     scales = []
     for part, shape in zip(parts, shapes, strict=True):
         rows, columns = next(found), np.zeros(shape[1], dtype=np.int64)
         if part.columns:
-            columns = next(found) - bells.COLUMN_BIAS
+            columns = next(found) - width_tables.COLUMN_BIAS
             if not columns.any():
                 raise ArtifactError("weight stream stores columns that are all 0: expected none")
         scales.append(Scales(part.exponent, rows, columns))
@@ -173,14 +173,14 @@ def _read_lines(lines: Sequence[bytes], shifts: Sequence[np.ndarray]) -> list[np
     """The indices (N,) of each line, 0..95, given the shifts (N,) that may have been added."""
     freqs = []
     for line in lines:
-        if len(line) < 2 or max(line[0] % SHIFT_FLAG, line[1]) >= bells.NUM_BUCKETS:
+        if len(line) < 2 or max(line[0] % SHIFT_FLAG, line[1]) >= width_tables.NUM_BUCKETS:
             raise ArtifactError(
                 f"weight stream has a scale section of {len(line)} bytes without model"
             )
         freqs.append(Spread(line[0] % SHIFT_FLAG, line[1]).freqs())
     found = rans.decode_many([line[2:] for line in lines], freqs, [s.size for s in shifts])
     return [
-        (indices - shift * (line[0] // SHIFT_FLAG)) % bells.NUM_BUCKETS
+        (indices - shift * (line[0] // SHIFT_FLAG)) % width_tables.NUM_BUCKETS
         for line, indices, shift in zip(lines, found, shifts, strict=True)
     ]
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from underpar.artifact import bell_fit, bells, rans
-from underpar.artifact.bells import Book, Scales, expect_shifts
+from underpar.artifact import rans, width_fit, width_tables
 from underpar.artifact.gaussian import (
     HEAD,
     SHIFT_FLAG,
@@ -20,7 +19,8 @@ from underpar.artifact.gaussian import (
     cut_block,
     group_by_columns,
 )
-from underpar.artifact.lanes import Writer
+from underpar.artifact.streams import Writer
+from underpar.artifact.width_tables import Book, Scales, expect_shifts
 from underpar.errors import ArtifactError
 from underpar.quant.trellis import LARGEST_CODE
 
@@ -54,7 +54,7 @@ def encode_many(
     ]
     streams = [b""] * len(matrices)
     for members in group_by_columns([codes.shape for codes in matrices]):
-        scales = [bell_fit.fit(matrices[i], stride, shifts[i])[0] for i in members]
+        scales = [width_fit.fit(matrices[i], stride, shifts[i])[0] for i in members]
         book = Book(scales, stride)
         places = [
             book.find_symbols(matrices[i], book.find_tables(s))
@@ -73,7 +73,7 @@ def measure_bits(codes: np.ndarray, transitions: np.ndarray | None = None) -> fl
     transitions = check_transitions(transitions)
     codes = _check_codes(codes, transitions)
     stride = 1 if transitions is None else 2
-    return bell_fit.fit(codes, stride, _expect(codes, (None, None)))[1]
+    return width_fit.fit(codes, stride, _expect(codes, (None, None)))[1]
 
 
 def _expect(codes: np.ndarray, steps: Steps) -> Shifts:
@@ -105,15 +105,15 @@ def _write_head(scales: Scales, stride: int, shifts: Shifts, escapes: np.ndarray
     """All of a stream before its codes."""
     rows, columns = _write_line(scales.rows, shifts[0]), b""
     if scales.columns.any():
-        columns = _write_line(scales.columns + bells.COLUMN_BIAS, shifts[1])
+        columns = _write_line(scales.columns + width_tables.COLUMN_BIAS, shifts[1])
     kind = scales.exponent + TRELLIS_FLAG * (stride - 1)
     head = HEAD.pack(kind, len(rows), len(columns), escapes.size)
     return head + rows + columns + escapes.astype("<i2").tobytes()
 
 
 def _write_line(indices: np.ndarray, shifts: np.ndarray) -> bytes:
-    spread, used = bell_fit.fit_line(indices, shifts)
-    moved = (indices + used) % bells.NUM_BUCKETS
+    spread, used = width_fit.fit_line(indices, shifts)
+    moved = (indices + used) % width_tables.NUM_BUCKETS
     flag = SHIFT_FLAG if used.any() else 0
     return bytes([spread.center + flag, spread.bucket]) + rans.encode(moved, spread.freqs())
 

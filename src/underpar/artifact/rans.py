@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from underpar.artifact.lanes import PROB_BITS, TOTAL, Reader, Writer, make_block, pack_slots
+from underpar.artifact.streams import PROB_BITS, TOTAL, Reader, Writer, make_block, pack_slots
 from underpar.errors import ArtifactError
 
 # A lane costs about three bytes: 0.1 % of a stream at this length.

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from underpar.artifact.lanes import TOTAL
+from underpar.artifact.streams import TOTAL
 from underpar.errors import ArtifactError, UnderparError
 from underpar.quant.schemes import Scheme, parse_scheme
 from underpar.recipe import Recipe, from_tree

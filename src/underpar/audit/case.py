@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from underpar.codec.stream import Codec
+from underpar.core.runtime import Runtime
 from underpar.data.folder import DataFolder
 from underpar.data.shards import Shard
 from underpar.infer.predictor import Predictor
 from underpar.infer.tilt import Mixture
 from underpar.recipe import Recipe
-from underpar.runtime import Runtime
 from underpar.score.ledger import Score
 from underpar.score.tally import OnCommit
 

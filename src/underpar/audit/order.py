@@ -21,7 +21,7 @@ from underpar.infer.tilt import Mixture
 from underpar.recipe import Recipe
 from underpar.score.ledger import Score
 from underpar.score.method import PUBLISHED
-from underpar.score.schedule import Chunks, Turn, published_schedule, stream_schedule
+from underpar.score.ttt.schedule import Chunks, Turn, published_schedule, stream_schedule
 
 # Document, first target, nats: in the order in which they were entered.
 Commit = tuple[int, int, np.ndarray]

@@ -19,15 +19,15 @@ from underpar.audit import order, probes
 from underpar.audit.case import Case
 from underpar.audit.finding import PASS, Finding, judge, not_shown
 from underpar.codec.stream import code_documents
+from underpar.core.runtime import Clock
 from underpar.data.build import labelled_documents
 from underpar.data.folder import hash_file
 from underpar.data.shards import Shard
 from underpar.data.sources.corpus import Reading
 from underpar.errors import UnderparError
-from underpar.runtime import Clock
 from underpar.score.ledger import Score
 from underpar.score.method import STREAM
-from underpar.score.score import Scorer
+from underpar.score.scorer import Scorer
 
 # Sums over the vocabulary, in fp32, and prices of packed against lone documents, in nats.
 TOLERANCE = 1e-4

@@ -9,9 +9,9 @@ import sys
 
 from underpar.cli import data, judge, make, use
 from underpar.cli.options import app
-from underpar.console import ERR
+from underpar.core.console import ERR
+from underpar.core.runtime import keep_bytecode
 from underpar.errors import UnderparError
-from underpar.runtime import keep_bytecode
 
 __all__ = ["app", "data", "judge", "main", "make", "use"]
 

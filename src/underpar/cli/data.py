@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from underpar.cli.options import Json, Set, app, load_checked, show_summary
-from underpar.console import OUT, show_json, show_table
+from underpar.core.console import OUT, show_json, show_table
 
 data_app = typer.Typer(help="Turn text into tokens that can be trusted.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
@@ -44,9 +44,9 @@ def data_build(
     json: Json = False,
 ) -> None:
     """Train a lossless tokenizer and write token shards; documents are held out by their hash."""
+    from underpar.core.runtime import num_cores
     from underpar.data.sources.corpus import Reading
-    from underpar.data_verbs import build_data_folder, build_options
-    from underpar.runtime import num_cores
+    from underpar.stages.data import build_data_folder, build_options
 
     options = build_options(load_checked(recipe, set_), tokenizer)
     options = replace(
@@ -83,7 +83,7 @@ def data_audit(
     Held-out texts that share long runs of words with training are listed too.
     """
     from underpar.data.duplicates import NearSettings
-    from underpar.data_verbs import audit_data
+    from underpar.stages.data import audit_data
 
     settings = NearSettings(threshold=threshold, threshold_containment=containment)
     found = audit_data(data, settings, quiet=json)
@@ -108,7 +108,7 @@ def data_fetch(
 ) -> None:
     """Download a published token set or any Hugging Face dataset; resumes, checks, waits."""
     from underpar.data.sources.fetch import HUB, FetchOptions
-    from underpar.data_verbs import fetch_data
+    from underpar.stages.data import fetch_data
 
     options = FetchOptions(
         endpoint=endpoint or HUB,
@@ -133,7 +133,7 @@ def data_import(
 ) -> None:
     """Published token files (header 20240520, with or without sidecar) -> data folder."""
     from underpar.data.published.exchange import ImportOptions
-    from underpar.data_verbs import import_data
+    from underpar.stages.data import import_data
 
     options = ImportOptions(tokenizer, transform, known, licence)
     _show_manifest(out, import_data(source, out, options, quiet=json), json)

@@ -24,7 +24,7 @@ from underpar.cli.options import (
     load_checked,
     show_summary,
 )
-from underpar.console import ERR, OUT, progress_bar, show_json, show_pairs, show_table
+from underpar.core.console import ERR, OUT, progress_bar, show_json, show_pairs, show_table
 
 
 @app.command()
@@ -72,11 +72,11 @@ def score(
     stage infer; settings are the recipe's, or the lever's defaults. A score that was stopped or
     killed continues with the same command, to the same bits; --fresh starts over.
     """
-    from underpar import pipeline, verbs
+    from underpar.core.runtime import open_runtime
     from underpar.errors import RuleError
-    from underpar.runtime import open_runtime
     from underpar.score.method import ADAPT, Method
     from underpar.score.partial import Stopped
+    from underpar.stages import score as stage
 
     method = Method(tuple(with_ or ()), stride, flat, order, seconds)
     if adapt:
@@ -86,9 +86,9 @@ def score(
     runtime = open_runtime(device, compiled)
     choose_attention(attention, runtime)
     if fresh:
-        pipeline.forget_partial(artifact, method)
+        stage.forget_partial(artifact, method)
     try:
-        summary = verbs.score(artifact, data, runtime, method, set_ or (), quiet=json)
+        summary = stage.score(artifact, data, runtime, method, set_ or (), quiet=json)
     except Stopped as stopped:
         if runtime.is_main:
             ERR.print(str(stopped), markup=False, soft_wrap=True)
@@ -108,12 +108,12 @@ def audit(
     json: Json = False,
 ) -> None:
     """Check a run's size, scores and codec. Exit code 1 if a rule fails."""
-    from underpar import verbs
-    from underpar.run import RunFolder
-    from underpar.runtime import open_runtime
+    from underpar.core.run_folder import RunFolder
+    from underpar.core.runtime import open_runtime
+    from underpar.stages import audit as stage
 
     runtime = open_runtime(device)
-    verdict, findings = verbs.audit(RunFolder(run), runtime, data, code_tokens, quiet=json)
+    verdict, findings = stage.audit(RunFolder(run), runtime, data, code_tokens, quiet=json)
     if json:
         show_json({"verdict": verdict, "findings": [f.as_dict() for f in findings]})
     else:
@@ -129,8 +129,8 @@ def report(
     json: Json = False,
 ) -> None:
     """One self-contained HTML page of one or more runs."""
+    from underpar.core.run_folder import RunFolder
     from underpar.report.build import build_report
-    from underpar.run import RunFolder
 
     folders = [RunFolder(run) for run in runs]
     path = build_report(folders, out or folders[0].report_file)
@@ -150,9 +150,9 @@ def bench(
     json: Json = False,
 ) -> None:
     """Time two variants of one job, interleaved, with a control that can refuse the result."""
+    from underpar.core.runtime import open_runtime
     from underpar.lab.bench import run_bench
     from underpar.lab.benches import describe_benches, find_bench
-    from underpar.runtime import open_runtime
 
     if name == "list":
         docs = describe_benches()
@@ -189,9 +189,9 @@ def speed(
     """
     from dataclasses import asdict
 
-    from underpar.build import build_model
+    from underpar.build.model import build_model
+    from underpar.core.runtime import open_runtime, seed_everything
     from underpar.lab.steps import measure_steps
-    from underpar.runtime import open_runtime, seed_everything
 
     resolved = load_checked(recipe, set_)
     runtime = open_runtime(device, compiled)
@@ -286,11 +286,12 @@ def ablate(
     with loops on from the first step. The result is OUT/ablation.json and OUT/ablation.md. The same
     command continues what was stopped. Exit code 2 if a run failed.
     """
+    from underpar.core.run_folder import RunFolder, write_atomic, write_json
+    from underpar.core.runtime import open_runtime
+    from underpar.core.versions import device_name, versions
+    from underpar.data.folder import data_identity, load_data
     from underpar.lab import ablate as lab
-    from underpar.pipeline import data_identity, device_name, load_data, versions
-    from underpar.report.lever_docs import ablation_rows, ablation_section
-    from underpar.run import RunFolder, write_atomic, write_json
-    from underpar.runtime import open_runtime
+    from underpar.lab.lever_docs import ablation_rows, ablation_section
 
     def show(job: lab.Job, bpb: float | None, done: int, total: int) -> None:
         said = "failed" if bpb is None else f"{bpb:.4f} bits per byte"
@@ -325,8 +326,8 @@ def ablate(
 @app.command()
 def doctor(device: Device = "auto", json: Json = False) -> None:
     """What this machine can do: versions, devices, attention backends, speeds."""
-    from underpar.doctor import diagnose
-    from underpar.runtime import open_runtime
+    from underpar.core.runtime import open_runtime
+    from underpar.stages.doctor import diagnose
 
     facts = diagnose(open_runtime(device))
     if json:

@@ -23,12 +23,12 @@ from underpar.cli.options import (
     quant_part,
     show_summary,
 )
-from underpar.console import show_json, show_table
+from underpar.core.console import show_json, show_table
 
 if TYPE_CHECKING:
     from underpar.artifact.budget import Budget
+    from underpar.core.run_folder import RunFolder
     from underpar.recipe import Recipe
-    from underpar.run import RunFolder
 
 Cap = Annotated[int | None, typer.Option(help="Byte cap, code counted; default: the recipe's.")]
 SetQuant = Annotated[
@@ -80,8 +80,8 @@ def levers(
     underpar train baseline --data data --set levers.smear=true
     underpar train baseline --data data --set levers.smear.width=16
     """
-    from underpar.report import lever_docs
-    from underpar.report.lever_cards import all_cards, read_card
+    from underpar.lab import lever_docs
+    from underpar.lab.lever_cards import all_cards, read_card
 
     cards = all_cards() if name is None else [read_card(name)]
     if json:
@@ -126,20 +126,21 @@ def train(
     underpar train --resume runs/mine
     underpar train baseline --data data --set train.seed=7 --stop-behind runs/mine
     """
-    from underpar.runtime import open_runtime, warm_compiler
+    from underpar.compile.startup import warm_compiler
+    from underpar.core.runtime import open_runtime
 
     # First of all: workers may take 15 s to start.
     runtime = open_runtime(device, compiled)
     warm_compiler(runtime)
-    from underpar import verbs
-    from underpar.run import RunFolder
+    from underpar.core.run_folder import RunFolder
+    from underpar.stages import train as stage
 
     resolved, data, folder = _what_to_train(recipe, data, out, set_, resume)
     choose_attention(attention, runtime)
     reference = None
     if stop_behind is not None:
-        reference = verbs.open_reference(RunFolder(stop_behind), data, margin)
-    summary = verbs.train(resolved, data, folder, runtime, json, reference)
+        reference = stage.open_reference(RunFolder(stop_behind), data, margin)
+    summary = stage.train(resolved, data, folder, runtime, json, reference)
     if runtime.is_main:
         show_summary(json, str(folder.path), summary)
 
@@ -152,9 +153,9 @@ def _what_to_train(
     resume: Path | None,
 ) -> tuple[Recipe, Path, RunFolder]:
     """Recipe, data and run folder, from the options or from the run to continue."""
-    from underpar import verbs
+    from underpar.core.run_folder import RunFolder
     from underpar.errors import RecipeError
-    from underpar.run import RunFolder
+    from underpar.stages import train as stage
 
     if resume is None:
         if recipe is None or data is None:
@@ -167,7 +168,7 @@ def _what_to_train(
     if names:
         raise RecipeError(f"--resume {resume} has its own recipe and data; leave out {names}")
     run = RunFolder(resume)
-    return run.read_recipe(), verbs.data_of(run), run
+    return run.read_recipe(), stage.data_of(run), run
 
 
 @app.command()
@@ -194,13 +195,13 @@ def pack(
     Schemes gridS have no size of their own: one constant sets all their steps, and is chosen so
     that the file fills the cap. A model rounded by 'underpar quantize' is packed as it is.
     """
-    from underpar import verbs
-    from underpar.run import RunFolder
-    from underpar.runtime import open_runtime
+    from underpar.core.run_folder import RunFolder
+    from underpar.core.runtime import open_runtime
+    from underpar.stages import pack as stage
 
     folder = RunFolder(run)
     part = quant_part(folder, set_)
-    budget = verbs.pack(folder, open_runtime(device), cap, part, json, not tokenizer_apart)
+    budget = stage.pack(folder, open_runtime(device), cap, part, json, not tokenizer_apart)
     _show_budget(budget, str(folder.artifact_file), json)
 
 
@@ -226,13 +227,14 @@ def calibrate(
     'underpar train' does it at the end of a run whose rules need it, inside the budget where the
     recipe keeps train.reserve_seconds. Held-out text cannot be named.
     """
-    from underpar import verbs
-    from underpar.run import RunFolder
-    from underpar.runtime import open_runtime
+    from underpar.core.run_folder import RunFolder
+    from underpar.core.runtime import open_runtime
+    from underpar.stages.calibrate import calibrate as run_stage
+    from underpar.stages.train import data_of
 
     folder = RunFolder(run)
-    data = data or verbs.data_of(folder)
-    found = verbs.calibrate(folder, data, open_runtime(device), source)
+    data = data or data_of(folder)
+    found = run_stage(folder, data, open_runtime(device), source)
     show_summary(json, str(folder.calibration_file), found)
 
 
@@ -252,12 +254,12 @@ def quantize(
 
     'underpar pack' does it too, where it was not done with the same weights, rules and cap.
     """
-    from underpar import verbs
-    from underpar.run import RunFolder
-    from underpar.runtime import open_runtime
+    from underpar.core.run_folder import RunFolder
+    from underpar.core.runtime import open_runtime
+    from underpar.stages import pack as stage
 
     folder = RunFolder(run)
-    found = verbs.quantize(folder, open_runtime(device), cap, quant_part(folder, set_), json)
+    found = stage.quantize(folder, open_runtime(device), cap, quant_part(folder, set_), json)
     show_summary(json, str(folder.quantized_file), found)
 
 
@@ -272,7 +274,7 @@ def unpack(
     \b
     underpar unpack runs/mine/model.upar --out weights.safetensors
     """
-    from underpar.packing import unpack_artifact
+    from underpar.stages.pack import unpack_artifact
 
     show_summary(json, str(out), unpack_artifact(artifact, out))
 
@@ -285,7 +287,7 @@ def size(
     json: Json = False,
 ) -> None:
     """Forecast a recipe's bytes before training, by packing random weights of its shapes."""
-    from underpar.pipeline import forecast_size
+    from underpar.stages.pack import forecast_size
 
     budget = forecast_size(load_checked(recipe, set_), tokenizer)
     _show_budget(budget, f"forecast for {recipe}", json)
@@ -308,7 +310,7 @@ def demo(
     json: Json = False,
 ) -> None:
     """Everything end to end on the embedded corpus, on a CPU, in under three minutes."""
-    from underpar.demo import run_demo
+    from underpar.stages.demo import run_demo
 
     result = run_demo(load_checked("demo", set_), out, quiet=json)
     if json:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from underpar.console import show_json, show_pairs
+from underpar.core.console import show_json, show_pairs
 
 if TYPE_CHECKING:
-    from underpar.parts import QuantPart
+    from underpar.core.run_folder import RunFolder
+    from underpar.core.runtime import Runtime
     from underpar.recipe import Recipe
-    from underpar.run import RunFolder
-    from underpar.runtime import Runtime
+    from underpar.schema import QuantPart
 
 app = typer.Typer(
     help="Make the best language model that fits in a byte budget, and prove its score.",
@@ -45,8 +45,8 @@ RunPath = Annotated[Path, typer.Argument(help="A folder made by 'underpar train'
 
 def choose_attention(name: str, runtime: Runtime) -> None:
     """Choose the attention backend of this process; one that cannot be had is an error."""
+    from underpar.compile.startup import wait_for_workers
     from underpar.kernels.attention import set_backend, set_backend_aside
-    from underpar.runtime import wait_for_workers
 
     if name == "auto":
         set_backend_aside(runtime.device, runtime.dtype, wait_for_workers)
@@ -61,7 +61,7 @@ def show_summary(json: bool, title: str, summary: dict[str, Any]) -> None:
 
 def quant_part(folder: RunFolder, overrides: list[str] | None) -> QuantPart | None:
     """The [quant] section of a run with changes; None without any."""
-    from underpar.build import weight_shapes
+    from underpar.build.model import weight_shapes
     from underpar.errors import RecipeError
     from underpar.quant.rules import check_rules
     from underpar.recipe import from_tree, merge, parse_override, to_tree
@@ -79,7 +79,8 @@ def quant_part(folder: RunFolder, overrides: list[str] | None) -> QuantPart | No
 
 def load_checked(name: str, overrides: list[str] | None) -> Recipe:
     """The resolved recipe, with the names and settings of its levers checked."""
-    from underpar.build import resolve_levers, weight_shapes
+    from underpar.build.levers import resolve_levers
+    from underpar.build.model import weight_shapes
     from underpar.quant.rules import check_rules
     from underpar.recipe import load_recipe
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from underpar.cli.options import ArtifactPath, Device, Json, app, show_summary
-from underpar.console import show_json
+from underpar.core.console import show_json
 
 
 @app.command()
@@ -21,10 +21,10 @@ def compress(
     json: Json = False,
 ) -> None:
     """Compress a file with the artifact's predictions; it is decoded again before success."""
-    from underpar import verbs
-    from underpar.runtime import open_runtime
+    from underpar.core.runtime import open_runtime
+    from underpar.stages import use
 
-    summary = verbs.compress(artifact, source, out, open_runtime(device), quiet=json)
+    summary = use.compress(artifact, source, out, open_runtime(device), quiet=json)
     show_summary(json, f"{source} -> {out}", summary)
 
 
@@ -40,10 +40,10 @@ def decompress(
     json: Json = False,
 ) -> None:
     """Give back the file that was compressed with the same artifact."""
-    from underpar import verbs
-    from underpar.runtime import open_runtime
+    from underpar.core.runtime import open_runtime
+    from underpar.stages import use
 
-    summary = verbs.decompress(artifact, source, out, open_runtime(device), any_machine)
+    summary = use.decompress(artifact, source, out, open_runtime(device), any_machine)
     show_summary(json, f"{source} -> {out}", summary)
 
 

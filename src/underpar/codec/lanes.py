@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from underpar.codec import range_coder
+from underpar.core.runtime import threads
 from underpar.errors import CodecError
 from underpar.infer.predictor import Predictor
-from underpar.runtime import threads
 from underpar.seams import BOS_ID
 
 # code(document, freqs of the next token (V,)) -> the token; BOS ends the document.

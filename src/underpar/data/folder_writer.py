@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from underpar.core.run_folder import write_atomic
 from underpar.data.folder import (
     FORMAT,
     MANIFEST_NAME,
@@ -23,7 +24,6 @@ from underpar.data.published.export import ValueSeries, checked_values
 from underpar.data.shards import Columns, ShardWriter
 from underpar.data.tokens.tokenizer import Tokenizer
 from underpar.errors import DataError
-from underpar.run import write_atomic
 
 
 class FolderWriter:

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from underpar.data.loader import Batch
 from underpar.errors import RuleError
-from underpar.infer.cache import LaneCache
 from underpar.infer.sgd import ROWS, backward, gradients_on, products
 from underpar.model.gpt import GPT
-from underpar.model.past import PackedPast
+from underpar.model.kv_cache import LaneCache, PackedPast
 from underpar.seams import Adapter
 
 

@@ -19,13 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from underpar.core.dist import sum_over_ranks
+from underpar.core.runtime import Runtime
 from underpar.data.loader import Batch, segments_from_starts
 from underpar.model.gpt import GPT
-from underpar.model.past import PackedPast
+from underpar.model.kv_cache import PackedPast
 from underpar.recipe import require
-from underpar.runtime import Runtime
 from underpar.seams import BOS_ID
-from underpar.train.dist import sum_over_ranks
 
 # Rows of logits made at a time: a long document's all at once would not fit.
 ROWS = 8192

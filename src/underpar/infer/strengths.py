@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from underpar.infer.experts import Arrays, Floats, Strength, Trust
-from underpar.parts import require
+from underpar.schema import require
 
 STRENGTHS = ("fixed", "confidence", "hedge")
 # e to the 16th is nine million: no hint deserves more.

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Set where a graph is made and torch does not know (`train/record.py`): in one thread alone, as
+# Set where a graph is made and torch does not know (`compile/tracer.py`): in one thread alone, as
 # kernels that another one tries out would take torch's own flag for theirs.
 recorded = ContextVar("recorded", default=False)
 

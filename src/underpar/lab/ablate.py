@@ -18,11 +18,12 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from underpar.build import find_lever, lever_names, resolve_levers, weight_shapes
+from underpar.build.levers import find_lever, lever_names, resolve_levers
+from underpar.build.model import weight_shapes
+from underpar.core.run_folder import RunFolder
 from underpar.errors import BenchError, RecipeError, RunError
 from underpar.lab.stats import student_interval
 from underpar.recipe import Recipe, load_recipe, nearest
-from underpar.run import RunFolder
 
 LOG = "train.log"
 LOOP = "loop"

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from underpar.core.runtime import Runtime, open_runtime
 from underpar.data.loader import Segments, segments_from_starts
 from underpar.kernels.attention import attend, available
-from underpar.runtime import Runtime, open_runtime
 
 HEADS = (8, 4, 4)
 HEAD_DIM = 64

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from underpar.artifact import rans
+from underpar.core.runtime import Runtime
 from underpar.errors import BenchError
 from underpar.infer.experts import Proposals
 from underpar.infer.ngram import CountExpert, Gate
@@ -19,7 +20,6 @@ from underpar.kernels.attention.reference import REFERENCE
 from underpar.lab.bench import Bench
 from underpar.lab.data_benches import data, data_cores
 from underpar.recipe import nearest
-from underpar.runtime import Runtime
 from underpar.train.muon import orthogonalize
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from underpar.core.run_folder import RunFolder
 from underpar.errors import BenchError
 from underpar.lab.stats import paired, seeds_needed, welch
-from underpar.run import RunFolder
 
 # The README's margin for a record, in nats a token (rules R14).
 RECORD_MARGIN_NATS = 0.005

@@ -19,11 +19,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from underpar.build import resolve_levers
+from underpar.build.levers import resolve_levers
+from underpar.core.run_folder import RunFolder, write_json
 from underpar.errors import BenchError, RunError, UnderparError
 from underpar.lab.ablate import LOG, Job, Launch, read_conditions, read_tail, run_jobs
 from underpar.recipe import load_recipe
-from underpar.run import RunFolder, write_json
 
 # Torch's own attention: the reference would hold every score of a batch.
 PLAIN = ("--no-compile", "--attention", "sdpa")

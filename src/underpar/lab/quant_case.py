@@ -17,7 +17,7 @@ from underpar.artifact import gaussian_writer
 from underpar.artifact.budget import class_of
 from underpar.artifact.pack import pack
 from underpar.artifact.unpack import Artifact, LazyArtifact
-from underpar.calibrating import Trained
+from underpar.core.runtime import Runtime
 from underpar.lab.published_coders import (
     SMALL_WEIGHTS,
     Compressor,
@@ -35,7 +35,7 @@ from underpar.quant.files import Measured
 from underpar.quant.rules import match_rules, quantize_model
 from underpar.quant.schemes import QuantizedModel, Scheme, dequantize, parse_scheme
 from underpar.quant.solve import Solver
-from underpar.runtime import Runtime
+from underpar.stages.calibrate import Trained
 from underpar.train.validate import Validator
 
 # Bits, and widths in row deviations, of PR 2014.

@@ -29,10 +29,11 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from underpar.build import build_model
-from underpar.calibrating import Trained, calibrate, read_trained
-from underpar.console import progress_bar
-from underpar.data.folder import DataFolder, load_data
+from underpar.build.model import build_model
+from underpar.core.console import progress_bar
+from underpar.core.run_folder import RunFolder, write_atomic, write_json
+from underpar.core.runtime import Runtime, num_cores, open_runtime
+from underpar.data.folder import DataFolder, data_identity, load_data
 from underpar.data.shards import Shard
 from underpar.errors import BenchError, RunError, UnderparError
 from underpar.lab.published_coders import find_compressor
@@ -45,15 +46,14 @@ from underpar.lab.quant_table import (
     read_point,
     write_table,
 )
-from underpar.pipeline import data_identity, make_validator
 from underpar.quant import tune
 from underpar.quant.allocate import sensitivities
 from underpar.quant.calibration import TrainingText
 from underpar.quant.files import Measured, read_measured
 from underpar.quant.schemes import QuantizedModel, dequantize
 from underpar.quant.solve import Solver
-from underpar.run import RunFolder, write_atomic, write_json
-from underpar.runtime import Runtime, num_cores, open_runtime
+from underpar.stages.calibrate import Trained, calibrate_run, read_trained
+from underpar.stages.train import make_validator
 
 # Published widths of steps times one factor for all; the first ones are measured first.
 FACTORS = (1.0, 1.25, 0.8, 1.6, 2.0, 0.64, 2.5, 0.5)
@@ -160,7 +160,7 @@ def _calibrate(folder: RunFolder, trained: Trained, data: DataFolder, runtime: R
         measured = read_measured(folder.calibration_file, runtime.device)
         if measured.about.get("weights_sha256") == trained.sha256:
             return measured
-    return calibrate(folder, data, runtime)
+    return calibrate_run(folder, data, runtime)
 
 
 def first_documents(shard: Shard, number: int) -> Shard:

@@ -24,18 +24,18 @@ from typing import Any
 from underpar.artifact.unpack import Artifact
 from underpar.audit import order
 from underpar.audit.rules import probe_size
-from underpar.build import read_artifact
-from underpar.console import progress_bar
+from underpar.build.artifact import read_artifact
+from underpar.build.scoring import Way, open_method, run_method
+from underpar.core.console import progress_bar
+from underpar.core.run_folder import RunFolder, write_atomic, write_json
+from underpar.core.runtime import Clock, Runtime, open_runtime
+from underpar.core.versions import device_name, versions
 from underpar.data.folder import load_data
 from underpar.data.shards import Shard
 from underpar.errors import UnderparError
 from underpar.kernels.attention import backend_of
 from underpar.lab.quant_curves import first_documents
-from underpar.pipeline import device_name, versions
-from underpar.run import RunFolder, write_atomic, write_json
-from underpar.runtime import Clock, Runtime, open_runtime
 from underpar.score.method import PUBLISHED, Method
-from underpar.scoring import Way, open_method, run_method
 
 WARM_UP_DOCUMENTS = 4
 # Phases that are not pricing: reading files, compiling.

@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from underpar.compile.regions import CompiledLoss
+from underpar.core.runtime import Runtime
 from underpar.data.made_up import made_up_batch
 from underpar.errors import BenchError
 from underpar.kernels.attention import backend_of
 from underpar.model.gpt import GPT
 from underpar.recipe import TrainPart
-from underpar.runtime import Runtime
-from underpar.train.compiled import CompiledLoss
-from underpar.train.optimizer import Optimizer
+from underpar.train.optim import Optimizer
 from underpar.train.step import accumulate, mean_loss, step_of
 
 WARMUP_STEPS = 2

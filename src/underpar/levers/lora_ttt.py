@@ -17,7 +17,7 @@ from underpar.recipe import ModelSpec, require
 
 STAGE = "infer"
 # What scores with it, by name: the code of other ways to score is not counted for them.
-ENGINE = "underpar.score.documents"
+ENGINE = "underpar.score.ttt.scorer"
 
 SITES = ("q", "k", "v", "o", "mlp", "head")
 

@@ -22,8 +22,8 @@ from underpar.seams import BOS_ID
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from underpar.core.runtime import Runtime
     from underpar.model.gpt import GPT
-    from underpar.runtime import Runtime
 
 STAGE = "infer"
 

@@ -9,68 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from underpar.kernels.capped import soft_cap
-from underpar.model.attention import Attention
 from underpar.model.hooks import Hooks
-from underpar.model.mlp import MLP
-from underpar.model.plan import make_plan
-from underpar.model.rotary import angles_of, frequencies_of
 from underpar.recipe import ModelSpec
 from underpar.seams import Past, Stream, Visit
-
-
-class Block(nn.Module):
-    """Pre-norm attention and MLP, each with a learned scale per channel."""
-
-    def __init__(self, spec: ModelSpec, layer: int, hooks: Hooks) -> None:
-        super().__init__()
-        self.layer = layer
-        self.hooks = hooks
-        self.wiring = hooks.wiring(layer)
-        self.attn = Attention(spec, layer, hooks)
-        self.mlp = MLP(spec, layer, hooks)
-        self.attn_scale = nn.Parameter(torch.ones(spec.dim))
-        self.mlp_scale = nn.Parameter(torch.ones(spec.dim))
-
-    def forward(self, visit: Visit, stream: Stream) -> None:
-        """Take the stream one visit further."""
-        if self.wiring is not None:
-            self.wiring(self, visit, stream)
-            return
-        x = self.mix(stream.x, stream)
-        x = x + self.attend(x, visit, stream)
-        stream.x = x + self.think(x, visit)
-
-    def mix(self, x: Tensor, stream: Stream) -> Tensor:
-        """What the block starts from: the stream x (N, dim), unless a lever says otherwise."""
-        for hook in self.hooks.mix:
-            x = hook(self.layer, x, stream)
-        return x
-
-    def attend(self, x: Tensor, visit: Visit, stream: Stream) -> Tensor:
-        """What attention adds (N, dim), reading x (N, dim)."""
-        return self._branch(self.attn_scale, self.attn(self._normed(x), visit, stream))
-
-    def think(self, x: Tensor, visit: Visit) -> Tensor:
-        """What the MLP adds (N, dim), reading x (N, dim)."""
-        return self._branch(self.mlp_scale, self.mlp(self._normed(x), visit))
-
-    def _normed(self, x: Tensor) -> Tensor:
-        x = _norm(x)
-        for hook in self.hooks.normed:
-            x = hook(self.layer, x)
-        return x
-
-    def _branch(self, scale: Tensor, y: Tensor) -> Tensor:
-        y = scale.to(y.dtype) * y
-        for hook in self.hooks.branch:
-            y = hook(self.layer, y)
-        return y
 
 
 class GPT(nn.Module):
@@ -170,6 +118,114 @@ class GPT(nn.Module):
         return own(logits) if own is not None else soft_cap(logits, self.spec.softcap)
 
 
+class Block(nn.Module):
+    """Pre-norm attention and MLP, each with a learned scale per channel."""
+
+    def __init__(self, spec: ModelSpec, layer: int, hooks: Hooks) -> None:
+        super().__init__()
+        self.layer = layer
+        self.hooks = hooks
+        self.wiring = hooks.wiring(layer)
+        self.attn = Attention(spec, layer, hooks)
+        self.mlp = MLP(spec, layer, hooks)
+        self.attn_scale = nn.Parameter(torch.ones(spec.dim))
+        self.mlp_scale = nn.Parameter(torch.ones(spec.dim))
+
+    def forward(self, visit: Visit, stream: Stream) -> None:
+        """Take the stream one visit further."""
+        if self.wiring is not None:
+            self.wiring(self, visit, stream)
+            return
+        x = self.mix(stream.x, stream)
+        x = x + self.attend(x, visit, stream)
+        stream.x = x + self.think(x, visit)
+
+    def mix(self, x: Tensor, stream: Stream) -> Tensor:
+        """What the block starts from: the stream x (N, dim), unless a lever says otherwise."""
+        for hook in self.hooks.mix:
+            x = hook(self.layer, x, stream)
+        return x
+
+    def attend(self, x: Tensor, visit: Visit, stream: Stream) -> Tensor:
+        """What attention adds (N, dim), reading x (N, dim)."""
+        return self._branch(self.attn_scale, self.attn(self._normed(x), visit, stream))
+
+    def think(self, x: Tensor, visit: Visit) -> Tensor:
+        """What the MLP adds (N, dim), reading x (N, dim)."""
+        return self._branch(self.mlp_scale, self.mlp(self._normed(x), visit))
+
+    def _normed(self, x: Tensor) -> Tensor:
+        x = _norm(x)
+        for hook in self.hooks.normed:
+            x = hook(self.layer, x)
+        return x
+
+    def _branch(self, scale: Tensor, y: Tensor) -> Tensor:
+        y = scale.to(y.dtype) * y
+        for hook in self.hooks.branch:
+            y = hook(self.layer, y)
+        return y
+
+
+class Attention(nn.Module):
+    """Project, norm and rotate, let the past be attended to, project back."""
+
+    def __init__(self, spec: ModelSpec, layer: int, hooks: Hooks) -> None:
+        super().__init__()
+        self.layer = layer
+        self.hooks = hooks
+        self.head_dim = spec.head_dim
+        # The nearest reach counts; 0 is no limit.
+        self.window = min((r for hook in hooks.reach if (r := hook(layer)) > 0), default=0)
+        kv_dim = spec.num_kv_heads * spec.head_dim
+        self.q = nn.Linear(spec.dim, spec.dim, bias=False)
+        self.k = nn.Linear(spec.dim, kv_dim, bias=False)
+        self.v = nn.Linear(spec.dim, kv_dim, bias=False)
+        self.o = nn.Linear(spec.dim, spec.dim, bias=False)
+
+    def forward(self, x: Tensor, visit: Visit, stream: Stream) -> Tensor:
+        """x (N, dim), already normed -> (N, dim)."""
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        for hook in self.hooks.adjust:
+            q, k, v = (hook(site, visit, y, x) for site, y in (("q", q), ("k", k), ("v", v)))
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))
+        # Unit-RMS queries and keys bound the scores (Henry et al. 2020, arXiv:2010.04245).
+        q, k = (F.rms_norm(t, (self.head_dim,)).to(v.dtype) for t in (q, k))
+        q, k = rotate(q, stream.angles), rotate(k, stream.angles)
+        for hook in self.hooks.qkv:
+            q, k, v = hook(visit, q, k, v, stream)
+        y = stream.past.attend(visit.slot, q, k, v, self.window)
+        for hook in self.hooks.attn_out:
+            y = hook(self.layer, y, x, v)
+        out: Tensor = self.o(y.flatten(-2))
+        for hook in self.hooks.adjust:
+            out = hook("o", visit, out, x)
+        return out
+
+
+class MLP(nn.Module):
+    """Up, nonlinearity, down."""
+
+    def __init__(self, spec: ModelSpec, layer: int, hooks: Hooks) -> None:
+        super().__init__()
+        self.layer = layer
+        self.hooks = hooks
+        self.up = nn.Linear(spec.dim, spec.mlp_dim, bias=False)
+        self.down = nn.Linear(spec.mlp_dim, spec.dim, bias=False)
+
+    def forward(self, x: Tensor, visit: Visit) -> Tensor:
+        """x (N, dim), already normed -> (N, dim)."""
+        h = self.up(x)
+        own = self.hooks.activate
+        h = own(h) if own is not None else F.relu(h).square()
+        y: Tensor = self.down(h)
+        for hook in self.hooks.mlp_out:
+            y = hook(self.layer, y, x)
+        for hook in self.hooks.adjust:
+            y = hook("mlp", visit, y, x)
+        return y
+
+
 @contextmanager
 def as_scored(model: GPT) -> Iterator[None]:
     """Inside, modes and visits are those of scoring; behind it, they are as before."""
@@ -183,6 +239,43 @@ def as_scored(model: GPT) -> Iterator[None]:
             module.training = mode
         # Enough: levers hear of progress again before another plan is made.
         model.plan = plan
+
+
+@lru_cache(maxsize=64)
+def make_plan(order: tuple[int, ...]) -> tuple[Visit, ...]:
+    """One visit for each entry of `order`; the first half (rounded down) is the encoder."""
+    half = len(order) // 2
+    seen: dict[int, int] = {}
+    visits, num_sites = [], 0
+    for slot, layer in enumerate(order):
+        repeat = seen.get(layer, 0)
+        seen[layer] = repeat + 1
+        site = num_sites if repeat else -1
+        num_sites += repeat > 0
+        visits.append(Visit(slot, layer, repeat, site, slot - half if slot >= half else -1))
+    return tuple(visits)
+
+
+def frequencies_of(num_dims: int, base: float) -> Tensor:
+    """Turns a token (num_dims / 2,) of the channel pairs.
+
+    fp32 always: half-precision frequencies give distant neighbours the same angle.
+    """
+    return base ** -(torch.arange(0, num_dims, 2, dtype=torch.float32) / num_dims)
+
+
+def angles_of(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (N, 1, pairs) of positions (N,)."""
+    angle = positions[:, None, None].float() * frequencies
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate x (N, heads, D): channel j pairs with channel j + pairs; the rest carries no place."""
+    cos, sin = (a.to(x.dtype) for a in angles)
+    half = cos.size(-1)
+    a, b, rest = x.split((half, half, x.size(-1) - 2 * half), dim=-1)
+    return torch.cat((a * cos + b * sin, b * cos - a * sin, rest), dim=-1)
 
 
 @torch.no_grad()

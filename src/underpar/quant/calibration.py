@@ -18,15 +18,15 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from underpar.core.dist import largest_over_ranks, sum_over_ranks
+from underpar.core.runtime import Runtime
 from underpar.data.folder import DataFolder
 from underpar.data.loader import Batch, Loader, MicroBatch, prefetch, segments_from_starts
 from underpar.errors import ArtifactError, RuleError
 from underpar.model.gpt import GPT, as_scored
-from underpar.model.past import PackedPast
+from underpar.model.kv_cache import PackedPast
 from underpar.recipe import require
-from underpar.runtime import Runtime
 from underpar.seams import BOS_ID
-from underpar.train.dist import largest_over_ranks, sum_over_ranks
 from underpar.train.step import precision
 
 # The tied embedding; its inputs are those of its role as the head.

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from underpar.core.tensor_files import read_tensors, save_tensors
 from underpar.errors import RecipeError, RunError
 from underpar.quant.calibration import Calibration
 from underpar.quant.fisher import Fisher
 from underpar.quant.lowrank import Factor, LowRank
 from underpar.quant.schemes import QuantizedModel, QuantizedTensor, parse_scheme
-from underpar.train.checkpoint import read_tensors, save_tensors
 
 
 @dataclass(frozen=True, eq=False)

@@ -29,6 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from underpar.core.dist import sum_over_ranks
+from underpar.core.runtime import Runtime
 from underpar.errors import ArtifactError
 from underpar.kernels.capped import soft_cap
 from underpar.model.gpt import GPT, as_scored
@@ -41,8 +43,6 @@ from underpar.quant.calibration import (
     sites_of,
     watching,
 )
-from underpar.runtime import Runtime
-from underpar.train.dist import sum_over_ranks
 from underpar.train.step import precision
 
 # Of a tensor's mean sensitivity: what a row has at least, however seldom it mattered here.

@@ -18,15 +18,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from underpar.core.dist import sum_over_ranks
+from underpar.core.runtime import Runtime
 from underpar.data.folder import DataFolder
 from underpar.data.loader import Batch, Loader, Place, prefetch
 from underpar.errors import ArtifactError
 from underpar.model.gpt import GPT, as_scored
-from underpar.parts import TrainPart
 from underpar.quant.calibration import hidden_of, require_training_split
 from underpar.quant.fisher import ROWS
-from underpar.runtime import Runtime
-from underpar.train.dist import sum_over_ranks
+from underpar.schema import TrainPart
 from underpar.train.step import precision, step_of
 
 NUM_STEPS = 3

@@ -18,13 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from underpar.core.dist import sum_over_ranks
+from underpar.core.runtime import Runtime
 from underpar.data.loader import Batch
 from underpar.errors import ArtifactError, RecipeError
 from underpar.model.gpt import GPT, as_scored
 from underpar.quant.calibration import Text, hidden_of, read
 from underpar.quant.fisher import ROWS, frozen
-from underpar.runtime import Runtime
-from underpar.train.dist import sum_over_ranks
 from underpar.train.step import precision
 
 BETAS = (0.9, 0.99)

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from underpar import __version__
+from underpar.core.run_folder import RunFolder, write_atomic
 from underpar.errors import RunError
 from underpar.report import charts
 from underpar.report.charts import Bar, Dot, Labels, Line, Mark, Segment
 from underpar.report.facts import RunReport, ScoreResult, Step
 from underpar.report.gather import gather
-from underpar.run import RunFolder, write_atomic
 from underpar.score.ledger import Entry
 
 # Points of a curve, strips under the pointer, dots: more would only make the file heavy.

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from underpar.audit.finding import FAIL, NOT_SHOWN, PASS
+from underpar.core.run_folder import RunFolder
 from underpar.errors import RunError
 from underpar.report.facts import (
     AuditResult,
@@ -23,7 +24,6 @@ from underpar.report.facts import (
     TensorSize,
 )
 from underpar.report.fields import Fields
-from underpar.run import RunFolder
 from underpar.score.ledger import Entry, Score
 
 # Longest evidence value shown, in characters.

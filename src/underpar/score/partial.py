@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from underpar import __version__
+from underpar.core.dist import from_main, gather_objects
+from underpar.core.runtime import Clock, Runtime
+from underpar.core.tensor_files import read_about, read_tensors, save_tensors
 from underpar.errors import RunError
 from underpar.kernels.attention import backend_of
-from underpar.runtime import Clock, Runtime
-from underpar.train.checkpoint import read_about, read_tensors, save_tensors
-from underpar.train.dist import from_main, gather_objects
 
 # Of the state's names and meaning: another version's file is another score's.
 FORMAT = 1

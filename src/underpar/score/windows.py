@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from underpar.parts import require
+from underpar.schema import require
 
 # The document of a window that follows the stream across documents.
 STREAM = -1

@@ -7,12 +7,12 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from underpar.build import read_artifact, require_same_tokenizer
+from underpar.build.artifact import read_artifact, require_same_tokenizer
+from underpar.build.scoring import Way, open_method, run_method
+from underpar.core.dist import process_group
+from underpar.core.runtime import Clock, open_runtime
 from underpar.data.folder import load_data
-from underpar.runtime import Clock, open_runtime
 from underpar.score.method import ADAPT, PLAIN
-from underpar.scoring import Way, open_method, run_method
-from underpar.train.dist import process_group
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -1,19 +1,16 @@
-"""Checkpoints: one safetensors file, written whole or not at all. No pickle."""
+"""Checkpoints: everything a resumed run needs, in one tensor file."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
 
+from underpar.core.tensor_files import read_tensors, save_tensors
 from underpar.errors import RunError
-from underpar.run import write_atomic
 
 
 @dataclass(frozen=True)
@@ -29,33 +26,6 @@ class Position:
     """Where documents are cut, 0 without stages."""
     changed_at: int = -1
     """The step at which that last changed, -1 for never."""
-
-
-def save_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, object]) -> None:
-    """Tensors and a JSON-able description, atomically."""
-    plain = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-    write_atomic(path, save(plain, metadata={"about": json.dumps(dict(about))}))
-
-
-def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, object]]:
-    """What `save_tensors` wrote; a damaged file is refused by name."""
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            about = json.loads((file.metadata() or {})["about"])
-    except (SafetensorError, KeyError, ValueError, OSError) as error:
-        raise RunError(f"{path} cannot be read ({error}); train again or restore it") from error
-    return tensors, about
-
-
-def read_about(path: Path) -> dict[str, object]:
-    """The description alone of what `save_tensors` wrote."""
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            about: dict[str, object] = json.loads((file.metadata() or {})["about"])
-    except (SafetensorError, KeyError, ValueError, OSError) as error:
-        raise RunError(f"{path} cannot be read ({error}); make it again or restore it") from error
-    return about
 
 
 def save_checkpoint(

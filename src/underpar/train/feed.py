@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
+from underpar.core.runtime import Runtime
 from underpar.data.loader import Batch, Loader, micros_of_rank, prefetch
-from underpar.runtime import Runtime
 
 
 class Feed:

@@ -12,10 +12,10 @@ from statistics import fmean, median
 import torch
 from torch import Tensor
 
+from underpar.core.run_folder import RunFolder
+from underpar.core.tensor_files import read_tensors, save_tensors
 from underpar.data.loader import Batch, Loader, Segments
 from underpar.errors import RunError
-from underpar.run import RunFolder
-from underpar.train.checkpoint import read_tensors, save_tensors
 
 # Losses whose median is the usual loss; below so many nothing is usual yet.
 WINDOW_LOSSES = 50

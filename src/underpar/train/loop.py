@@ -17,23 +17,24 @@ from typing import Any
 
 import torch
 
+from underpar.compile.regions import CompiledLoss
+from underpar.core.dist import ask_main, from_main, may_fail, require_on_main, require_same
+from underpar.core.run_folder import RunFolder, write_atomic, write_json
+from underpar.core.runtime import Clock, Runtime, process_age_seconds
+from underpar.core.tensor_files import save_tensors
 from underpar.data.loader import Loader
 from underpar.kernels.attention import backend_of
 from underpar.model.gpt import GPT
 from underpar.recipe import TrainPart
-from underpar.run import RunFolder, write_atomic, write_json
-from underpar.runtime import Clock, Runtime, process_age_seconds
 from underpar.seams import Averager, Disguise, Penalty
 from underpar.train import schedule
-from underpar.train.checkpoint import Position, read_checkpoint, save_checkpoint, save_tensors
-from underpar.train.compiled import CompiledLoss
-from underpar.train.dist import ask_main, from_main, may_fail, require_on_main, require_same
+from underpar.train.checkpoint import Position, read_checkpoint, save_checkpoint
 from underpar.train.events import EventWriter
 from underpar.train.feed import Feed
-from underpar.train.forecast import Forecast
 from underpar.train.guard import Guard
+from underpar.train.loss_forecast import Forecast
 from underpar.train.meter import Meter, flops_per_token, peak_flops
-from underpar.train.optimizer import Optimizer
+from underpar.train.optim import Optimizer
 from underpar.train.step import accumulate, mean_loss, sum_penalties
 from underpar.train.validate import Validation, Validator
 from underpar.train.warmup import warm_up

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from underpar.parts import ModelSpec
-from underpar.runtime import Clock
+from underpar.core.runtime import Clock
+from underpar.schema import ModelSpec
 from underpar.seams import Visit
 
 # Dense bf16 operations a second with fp32 sums, from the makers' data sheets. Words of the device's

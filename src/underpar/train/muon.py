@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from underpar.runtime import Runtime
-from underpar.train.dist import ALONE, gather_shares
+from underpar.core.dist import ALONE, gather_shares
+from underpar.core.runtime import Runtime
 
 Coefficients = tuple[float, float, float]
 

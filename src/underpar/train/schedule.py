@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from underpar.parts import parse_points
 from underpar.recipe import TrainPart
+from underpar.schema import parse_points
 
 
 def progress(part: TrainPart, seconds: float, step: int, tokens: int, flops: float = 0.0) -> float:

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from underpar.core.dist import sum_over_ranks
+from underpar.core.runtime import Runtime
 from underpar.data.loader import Batch, MicroBatch, make_step
-from underpar.model.past import PackedPast
-from underpar.parts import TrainPart
-from underpar.runtime import Runtime
+from underpar.model.kv_cache import PackedPast
+from underpar.schema import TrainPart
 from underpar.seams import Penalty
-from underpar.train.dist import sum_over_ranks
 
 
 def step_of(part: TrainPart) -> list[MicroBatch]:

@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from underpar.core.dist import sum_over_ranks
+from underpar.core.runtime import Runtime
 from underpar.data.loader import pack_documents
 from underpar.data.shards import Shard
 from underpar.model.gpt import GPT, as_scored
-from underpar.model.past import PackedPast
-from underpar.runtime import Runtime
-from underpar.train.dist import sum_over_ranks
+from underpar.model.kv_cache import PackedPast
 from underpar.train.step import precision
 
 # Rows of logits made at a time: those of a whole pass take gigabytes.

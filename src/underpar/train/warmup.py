@@ -11,12 +11,13 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from torch import Tensor
 
+from underpar.compile.regions import CompiledLoss
+from underpar.compile.startup import end_warm_up
+from underpar.core.runtime import Runtime
 from underpar.data.loader import Batch, Loader, MicroBatch
 from underpar.data.made_up import made_up_batch
 from underpar.model.gpt import GPT
-from underpar.parts import TrainPart
-from underpar.runtime import Runtime, end_warm_up
-from underpar.train.compiled import CompiledLoss
+from underpar.schema import TrainPart
 from underpar.train.step import LossOf, precision
 
 # Moments of training at which the order of visits is looked up.

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
+from underpar.core.run_folder import write_atomic
 from underpar.data.folder import read_json
 from underpar.errors import DataError
-from underpar.run import write_atomic
 
 MANIFEST_NAME = "manifest.json"
 DATASET_VERSION = "10B"

@@ -15,11 +15,11 @@ from pathlib import Path, PureWindowsPath
 from typing import Any
 from urllib.parse import quote, urljoin, urlsplit
 
+from underpar.core.run_folder import write_json
 from underpar.data.folder import hash_file
 from underpar.data.sources.download import Connection, RemoteFile, download_file, read_page
 from underpar.errors import DataError
 from underpar.recipe import nearest
-from underpar.run import write_json
 
 HUB = "https://huggingface.co"
 RECORD_NAME = "fetch.json"

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.library import define, impl, register_autograd, register_fake
 
 from underpar.kernels.attention.backend import Backend, Gradients, Pieces, Saved
-from underpar.kernels.attention.choice import backend_of
+from underpar.kernels.attention.select import backend_of
 from underpar.kernels.attention.table import find_backend
 
 

@@ -1,0 +1,4 @@
+"""The composition root: recipe and weights -> model, predictor, scoring method.
+
+Only this package knows both stages and levers.
+"""

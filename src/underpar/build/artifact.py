@@ -1,0 +1,54 @@
+"""From an artifact's file to what it holds; its tokenizer, which must fit."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from underpar.artifact.unpack import Artifact, LazyArtifact
+from underpar.build.levers import transform_of
+from underpar.data.tokens.tokenizer import Tokenizer, open_tokenizer, read_model
+from underpar.errors import ArtifactError, DataError
+
+
+def build_tokenizer(artifact: Artifact) -> Tokenizer:
+    """The artifact's tokenizer, which must fit its model."""
+    try:
+        tokenizer = open_tokenizer(artifact.tokenizer, transform_of(artifact.recipe))
+    except DataError as error:
+        raise ArtifactError(f"artifact's tokenizer cannot be used: {error}") from error
+    if tokenizer.vocab_size != artifact.recipe.model.vocab_size:
+        raise ArtifactError(
+            f"artifact's tokenizer has {tokenizer.vocab_size} pieces, its model expects "
+            f"{artifact.recipe.model.vocab_size}"
+        )
+    return tokenizer
+
+
+def read_artifact(path: Path) -> tuple[Artifact, str]:
+    """The artifact in a file and the SHA-256 of that file, in hex.
+
+    A tokenizer that the artifact only names lies beside it, as tokenizer.model.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ArtifactError(f"cannot read artifact {path}: {error.strerror}") from error
+    try:
+        file = LazyArtifact(data)
+        beside = path.with_name("tokenizer.model")
+        tokenizer = read_model(beside) if file.names_tokenizer else None
+        return file.unpack(tokenizer), hashlib.sha256(data).hexdigest()
+    except (ArtifactError, DataError) as error:
+        raise ArtifactError(f"{path}: {error}") from error
+
+
+def require_same_tokenizer(artifact: Artifact, tokenizer: Tokenizer) -> None:
+    """Refuse data that another tokenizer made."""
+    own = build_tokenizer(artifact).identity
+    if own != tokenizer.identity:
+        raise ArtifactError(
+            f"artifact has tokenizer {own[:12]}, the data were built with "
+            f"{tokenizer.identity[:12]} (transform {tokenizer.transform_name}); build the data "
+            "with the artifact's tokenizer"
+        )

@@ -1,0 +1,73 @@
+"""Levers of a recipe: found by name, their settings checked, plugged in by stage."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+from underpar.data.transforms import IDENTITY
+from underpar.levers import LEVERS, lever_module
+from underpar.recipe import Recipe, fields_from, require, require_known
+from underpar.seams import LeverModule
+
+
+def lever_names() -> list[str]:
+    """Every lever, in the order in which levers at one seam act."""
+    return list(LEVERS)
+
+
+def find_lever(name: str) -> LeverModule:
+    """The module of a lever; an unknown name is refused with the nearest one."""
+    require_known(name, list(LEVERS), f"unknown lever {name!r}")
+    return lever_module(name)
+
+
+# Rows, widths and lengths that levers may ask for: a foreign recipe is checked before it is built.
+LARGEST_SIZE = 1 << 24
+
+
+def lever_settings(recipe: Recipe) -> dict[str, Any]:
+    """Checked settings of every lever that the recipe names."""
+    settings = {}
+    for name, table in recipe.levers.items():
+        module = find_lever(name)
+        kind = module.Settings
+        settings[name] = kind(**fields_from(kind, table, f"levers.{name}"))
+        _check_sizes(name, settings[name])
+        for other in getattr(module, "NEEDS", ()):
+            require(other in recipe.levers, f"lever {name!r} does nothing without {other!r}")
+    return settings
+
+
+def _check_sizes(name: str, settings: Any) -> None:
+    for key, value in asdict(settings).items():
+        largest = max(value, default=0) if isinstance(value, tuple) else value
+        require(
+            not isinstance(largest, int) or largest <= LARGEST_SIZE,
+            f"levers.{name}.{key} = {value}: expected at most {LARGEST_SIZE}",
+        )
+
+
+def resolve_levers(recipe: Recipe) -> Recipe:
+    """The recipe with every lever's defaults written out, so that its hash covers them."""
+    settings = lever_settings(recipe)
+    return replace(recipe, levers={name: asdict(s) for name, s in settings.items()})
+
+
+def plug_levers(recipe: Recipe, stage: str) -> dict[str, Any]:
+    """The recipe's levers of one stage, built from their settings, by name."""
+    plugged = {}
+    given = lever_settings(recipe)
+    # The table's order, not the recipe's: it is the order in which levers at one seam act.
+    for name, settings in ((name, given[name]) for name in LEVERS if name in given):
+        module = lever_module(name)
+        if stage == module.STAGE:
+            plugged[name] = module.plug(settings, recipe.model)
+    return plugged
+
+
+def transform_of(recipe: Recipe) -> str:
+    """Name of the recipe's text transform, the lever of stage "data"; "identity" without one."""
+    names = list(plug_levers(recipe, "data"))
+    require(len(names) < 2, f"levers {' and '.join(names)}: one text transform at a time")
+    return names[0] if names else IDENTITY

@@ -1,0 +1,69 @@
+"""Recipe and weights -> network and predictor, with levers plugged in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from underpar.artifact.unpack import Artifact
+from underpar.build.levers import plug_levers
+from underpar.errors import ArtifactError
+from underpar.infer.predictor import Predictor
+from underpar.model.gpt import GPT
+from underpar.quant.schemes import dequantize
+from underpar.recipe import Recipe
+from underpar.seams import Adapter
+
+
+def build_model(recipe: Recipe) -> GPT:
+    """The network with the recipe's model levers, freshly initialized."""
+    modules: dict[str, nn.Module] = plug_levers(recipe, "model")
+    return GPT(recipe.model, modules)
+
+
+def weight_shapes(recipe: Recipe) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every weight, without allocating any."""
+    with torch.device("meta"), _WithoutNumbers():
+        model = build_model(recipe)
+    return {name: tuple(t.shape) for name, t in model.state_dict().items()}
+
+
+class _WithoutNumbers(TorchFunctionMode):
+    """Inside, nothing is drawn, and ranges are made on the CPU.
+
+    For tensors without memory torch would load its compiler to do so, which takes seconds.
+    """
+
+    DRAWS = (nn.init.kaiming_uniform_, nn.init.normal_, Tensor.normal_, Tensor.uniform_)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in self.DRAWS:
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **({"device": "cpu"} if func is torch.arange else {}) | dict(kwargs))
+
+
+def build_predictor(
+    artifact: Artifact,
+    device: torch.device,
+    adapters: Sequence[Adapter] = (),
+    dtype: torch.dtype = torch.float32,
+) -> Predictor:
+    """The predictor of an artifact: dequantized weights, strictly loaded; products in `dtype`."""
+    expected = weight_shapes(artifact.recipe)
+    found = {name: t.shape for name, t in artifact.tensors.items()}
+    if found != expected:
+        wrong = sorted(
+            {n for n in expected.keys() | found.keys() if expected.get(n) != found.get(n)}
+        )
+        raise ArtifactError(f"artifact's tensors do not fit its recipe: {', '.join(wrong[:3])}")
+    model = build_model(artifact.recipe)
+    weights = {name: torch.from_numpy(dequantize(t)) for name, t in artifact.tensors.items()}
+    model.load_state_dict(weights)
+    return Predictor(model, device, list(adapters), dtype)

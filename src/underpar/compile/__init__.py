@@ -1,0 +1,1 @@
+"""Everything that touches torch's compilers and CUDA graphs; nothing else in the package does."""

@@ -1,0 +1,207 @@
+"""The machine as the package sees it: device, ranks, seed, clock, caches.
+
+Only this file reads and writes the environment.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from underpar.errors import UnderparError
+
+if TYPE_CHECKING:
+    import torch
+
+
+_IMPORTED = time.perf_counter()
+
+
+_STAT = Path("/proc/self/stat")
+
+
+def guard_cpu() -> None:
+    """Cap oneDNN's instruction set before its first op.
+
+    On some virtual CPUs oneDNN trusts an AMX flag that the machine does not honour, and bf16
+    products end in an illegal instruction. CPU work here is fp32, so the cap costs nothing.
+    """
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
+
+
+def keep_bytecode() -> None:
+    """Where Python can keep no bytecode of torch beside its source, keep it with other caches.
+
+    Containers often say PYTHONDONTWRITEBYTECODE, or hold packages that may not be written to. Then
+    every start compiles thousands of modules again: torch's compiler and FlashAttention-4 took 20 s
+    to import instead of 8. Processes that this one starts do the same.
+    """
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None:
+        return
+    folder = Path(torch.origin).parent
+    may_write = not sys.dont_write_bytecode and os.access(folder, os.W_OK)
+    if sys.pycache_prefix is None and (may_write or (folder / "__pycache__").is_dir()):
+        return
+    sys.pycache_prefix = sys.pycache_prefix or str(_caches() / "bytecode")
+    sys.dont_write_bytecode = False
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+
+def _caches() -> Path:
+    return Path.home() / ".cache" / "underpar"
+
+
+def keep_kernels() -> None:
+    """Have FlashAttention-4 keep compiled kernels from one start to the next, as torch does."""
+    folder = _caches() / "flash-attention-4"
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder))
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Where this process computes and which share of the job is its own."""
+
+    device: torch.device
+    rank: int = 0
+    world: int = 1
+    compiled: bool = False
+    """Whether training and adapting compile their graphs."""
+    full_precision: bool = False
+    """Whether products run in fp32 on a GPU too."""
+
+    @property
+    def is_main(self) -> bool:
+        """True on the rank that writes files and prints."""
+        return self.rank == 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The precision that products run in."""
+        import torch
+
+        half = self.device.type == "cuda" and not self.full_precision
+        return torch.bfloat16 if half else torch.float32
+
+    @property
+    def for_probes(self) -> Runtime:
+        """The same where prices are compared: plain, and precise whatever shares a pass."""
+        return replace(self, compiled=False, full_precision=True)
+
+    def synchronize(self) -> None:
+        """Wait for the device, so that a clock reads finished work."""
+        import torch
+
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def open_runtime(device: str = "auto", compiled: bool | None = None) -> Runtime:
+    """Runtime from torchrun's variables and the wanted device ('auto', 'cpu', 'cuda', 'mps').
+
+    Unless said, a GPU compiles and nothing else does.
+    """
+    import torch
+
+    rank = int(os.environ.get("RANK", "0"))
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    available = {
+        "cpu": True,
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+    }
+    if not available.get(device, False):
+        usable = ", ".join(name for name, there in available.items() if there)
+        raise UnderparError(f"device {device!r} is not available here; choose from {usable}")
+    if device == "cuda":
+        keep_kernels()
+        torch.cuda.set_device(local)
+    where = f"cuda:{local}" if device == "cuda" else device
+    compiled = device == "cuda" if compiled is None else compiled
+    return Runtime(torch.device(where), rank, world, compiled)
+
+
+@contextmanager
+def threads(number: int) -> Iterator[None]:
+    """Let torch use exactly this many CPU threads inside the block."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def num_cores() -> int:
+    """Processor cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def process_age_seconds() -> float:
+    """Seconds since this process began; where the system does not tell, since it imported this."""
+    if not _STAT.exists():
+        return time.perf_counter() - _IMPORTED
+    # Field 22, proc(5): the start in ticks after the boot. The name before it may hold anything.
+    ticks = int(_STAT.read_text().rpartition(")")[2].split()[19])
+    # Not /proc/uptime, which may be that of a container.
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, numpy and torch."""
+    import numpy
+    import torch
+
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+class Clock:
+    """A phase clock: every second since it was made belongs to exactly one named phase."""
+
+    def __init__(self, first_phase: str = "start") -> None:
+        self._phase = first_phase
+        self._since = time.perf_counter()
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Charge the time inside the block to `name`, then return to the phase before."""
+        before = self._switch(name)
+        try:
+            yield
+        finally:
+            self._switch(before)
+
+    def _switch(self, name: str) -> str:
+        now = time.perf_counter()
+        before = self._phase
+        self._seconds[before] = self._seconds.get(before, 0.0) + now - self._since
+        self._phase, self._since = name, now
+        return before
+
+    def add(self, seconds: Mapping[str, float]) -> None:
+        """Count what another clock read before this one was made, too."""
+        for name, spent in seconds.items():
+            self._seconds[name] = self._seconds.get(name, 0.0) + spent
+
+    def read(self) -> dict[str, float]:
+        """Seconds of each phase so far; their sum is the age of the clock."""
+        self._switch(self._phase)
+        return dict(self._seconds)

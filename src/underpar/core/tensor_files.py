@@ -1,0 +1,41 @@
+"""Tensors in a safetensors file with a description, written whole or not at all. No pickle."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from underpar.core.run_folder import write_atomic
+from underpar.errors import RunError
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, object]) -> None:
+    """Tensors and a JSON-able description, atomically."""
+    plain = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    write_atomic(path, save(plain, metadata={"about": json.dumps(dict(about))}))
+
+
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, object]]:
+    """What `save_tensors` wrote; a damaged file is refused by name."""
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            about = json.loads((file.metadata() or {})["about"])
+    except (SafetensorError, KeyError, ValueError, OSError) as error:
+        raise RunError(f"{path} cannot be read ({error}); train again or restore it") from error
+    return tensors, about
+
+
+def read_about(path: Path) -> dict[str, object]:
+    """The description alone of what `save_tensors` wrote."""
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            about: dict[str, object] = json.loads((file.metadata() or {})["about"])
+    except (SafetensorError, KeyError, ValueError, OSError) as error:
+        raise RunError(f"{path} cannot be read ({error}); make it again or restore it") from error
+    return about

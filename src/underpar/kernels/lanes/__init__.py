@@ -1,5 +1,0 @@
-"""Attention of chunks over what their lanes have kept."""
-
-from underpar.kernels.lanes.op import Place, attend_lanes
-
-__all__ = ["Place", "attend_lanes"]

@@ -1,0 +1,1 @@
+"""Score-first test-time training: documents in lanes, each with adapters of its own."""

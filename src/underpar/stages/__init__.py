@@ -1,0 +1,1 @@
+"""One file per verb: a whole stage, from files to files."""

@@ -1,0 +1,124 @@
+"""The first stage from weights to a file: what matrices meet, and what their errors cost."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from underpar.build.model import build_model, weight_shapes
+from underpar.core.dist import ask_main, process_group
+from underpar.core.run_folder import RunFolder
+from underpar.core.runtime import Runtime
+from underpar.core.tensor_files import read_tensors
+from underpar.data.folder import DataFolder, data_identity, load_data
+from underpar.errors import RecipeError, RunError
+from underpar.infer.predictor import Predictor
+from underpar.model.gpt import GPT
+from underpar.quant import fisher
+from underpar.quant.calibration import SelfGenerated, Text, TrainingText, collect
+from underpar.quant.files import Measured, save_measured
+from underpar.quant.rules import match_rules
+from underpar.recipe import Recipe
+from underpar.schema import QuantPart
+
+# Lanes that a model writes for its own calibration are at most this long.
+LANE_TOKENS = 2048
+
+
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """A run's weights, by name, and the file they came from."""
+
+    recipe: Recipe
+    weights: dict[str, np.ndarray]
+    sha256: str
+
+
+def read_trained(folder: RunFolder) -> Trained:
+    """The final weights of a run."""
+    recipe = folder.read_recipe()
+    path = folder.need(folder.weights_file)
+    tensors, about = read_tensors(path)
+    if about.get("recipe_hash") != recipe.hash:
+        raise RunError(f"{path} was trained with another recipe; train again")
+    weights = {name: t.float().numpy() for name, t in sorted(tensors.items())}
+    with path.open("rb") as file:
+        return Trained(recipe, weights, hashlib.file_digest(file, "sha256").hexdigest())
+
+
+def load_model(recipe: Recipe, weights: Mapping[str, np.ndarray]) -> GPT:
+    """The recipe's network with these weights."""
+    model = build_model(recipe)
+    model.load_state_dict({name: torch.from_numpy(w) for name, w in weights.items()})
+    return model
+
+
+def needs_calibration(recipe: Recipe) -> bool:
+    """Whether any rule's scheme has to know the inputs of its matrix."""
+    schemes = match_rules(list(weight_shapes(recipe)), recipe.quant.rules)
+    return any(scheme.calibrated for scheme in schemes.values())
+
+
+def calibrate_run(
+    folder: RunFolder, data: DataFolder, runtime: Runtime, source: str = ""
+) -> Measured:
+    """Read training text, or what the model writes, with a run's weights; all ranks together."""
+    started = time.perf_counter()
+    require_own_data(folder, data, runtime)
+    trained = ask_main(lambda: read_trained(folder), runtime)
+    part = trained.recipe.quant
+    source = source or part.calibration
+    model = load_model(trained.recipe, trained.weights).to(runtime.device)
+    batches = (part.calibration_batches, min(part.fisher_batches, part.calibration_batches))
+    whole, few = (_text(source, part, data, model, number) for number in batches)
+    calibration = collect(model, whole, runtime)
+    gradients = fisher.measure(model, few, runtime)
+    runtime.synchronize()
+    about = {
+        "weights_sha256": trained.sha256,
+        "text": source,
+        "tokens": calibration.num_tokens,
+        "seconds": time.perf_counter() - started,
+    }
+    measured = Measured(calibration, gradients, about)
+    ask_main(lambda: save_measured(folder.calibration_file, measured), runtime)
+    return measured
+
+
+def require_own_data(folder: RunFolder, data: DataFolder, runtime: Runtime) -> None:
+    """Refuse all data but those of the run: the training text of others may be held out here."""
+    about = ask_main(lambda: folder.read_json(folder.about_file), runtime)
+    own, found = about.get("data_identity"), data_identity(data)
+    if found != own:
+        raise RunError(
+            f"{folder.path} was trained on data {own}, these are {found}; name the folder that it "
+            "was trained on"
+        )
+
+
+def _text(source: str, part: QuantPart, data: DataFolder, model: GPT, num_batches: int) -> Text:
+    if source == "train":
+        return TrainingText(data, num_batches, part.calibration_batch_tokens)
+    if source != "self":
+        raise RecipeError(f"calibration text {source!r}: expected 'train' or 'self'")
+    device = next(model.parameters()).device
+    lane_tokens = min(LANE_TOKENS, model.spec.context)
+    return SelfGenerated(
+        Predictor(model, device, []).stepper,
+        num_batches,
+        num_lanes=max(1, part.calibration_batch_tokens // lane_tokens),
+        lane_tokens=lane_tokens,
+    )
+
+
+def calibrate(folder: RunFolder, data: Path, runtime: Runtime, source: str = "") -> dict[str, Any]:
+    """Read calibration text with a run's weights."""
+    with process_group(runtime):
+        return calibrate_run(folder, load_data(data), runtime, source).about

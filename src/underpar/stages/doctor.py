@@ -1,0 +1,85 @@
+"""What this machine can do: versions, devices, attention, optional packages, two speeds."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from underpar.core.runtime import Runtime
+from underpar.kernels.attention import available
+
+OPTIONAL = {
+    "zstandard": "reading .zst text",
+    "constriction": "cross-checking the coders in tests",
+    "flash_attn_4": "faster attention on Hopper",
+    "triton": "GPU kernels",
+    "pytest": "running the tests",
+}
+
+
+def diagnose(runtime: Runtime) -> dict[str, Any]:
+    """Everything as plain values."""
+    device = runtime.device
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "packages": {name: _version(name) for name in ("torch", "numpy", "sentencepiece")},
+        "optional": {name: f"{_version(name)} ({use})" for name, use in OPTIONAL.items()},
+        "device": _device_name(device),
+        "ranks": runtime.world,
+        "threads": torch.get_num_threads(),
+        "attention": available(device, dtype),
+        "matmul_gflops": round(matmul_speed(runtime), 1),
+        "copy_gb_per_second": round(copy_speed(runtime), 1),
+        "free_disk_gb": round(shutil.disk_usage(Path.cwd()).free / 1e9, 1),
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package.replace("_", "-"))
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory / 1e9
+        return f"{torch.cuda.get_device_name(device)}, {memory:.0f} GB"
+    return f"{device.type} ({torch.backends.cpu.get_cpu_capability()})"
+
+
+def matmul_speed(runtime: Runtime) -> float:
+    """GFLOP/s of one square product in the precision training uses."""
+    on_gpu = runtime.device.type == "cuda"
+    size = 8192 if on_gpu else 1024
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    a = torch.randn(size, size, dtype=dtype, device=runtime.device)
+    return 2 * size**3 / _best_seconds(lambda: a @ a, runtime) / 1e9
+
+
+def copy_speed(runtime: Runtime) -> float:
+    """GB/s read and written by a copy on the device."""
+    size = 1 << (30 if runtime.device.type == "cuda" else 26)
+    a = torch.zeros(size // 4, device=runtime.device)
+    b = torch.empty_like(a)
+    return 2 * size / _best_seconds(lambda: b.copy_(a), runtime) / 1e9
+
+
+def _best_seconds(work: Callable[[], object], runtime: Runtime) -> float:
+    best = float("inf")
+    for _ in range(5):
+        runtime.synchronize()
+        started = time.perf_counter()
+        work()
+        runtime.synchronize()
+        best = min(best, time.perf_counter() - started)
+    return best

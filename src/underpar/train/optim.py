@@ -1,0 +1,76 @@
+"""Both optimizers behind one step: Muon for matrices, AdamW for embeddings and scalars."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from underpar.core.dist import ALONE
+from underpar.core.runtime import Runtime
+from underpar.recipe import TrainPart
+from underpar.train.groups import group_parameters
+from underpar.train.muon import Muon
+
+
+class Optimizer:
+    """Clip, set the rates, update; its state is a flat table of tensors.
+
+    The gradient is clipped once, after it was summed over ranks. The published scripts of PR 2014,
+    2135 and 1219 clip each rank's own gradient before the sum; then the same batch on another
+    number of ranks gives another update, which here it does not.
+    """
+
+    def __init__(self, model: nn.Module, part: TrainPart, runtime: Runtime = ALONE) -> None:
+        groups = group_parameters(model)
+        self.part = part
+        self.parameters = [p for members in groups.values() for p in members.values()]
+        self.muon = Muon(
+            groups["matrix"], part.matrix_decay, part.newton_schulz, part.row_norm, runtime
+        )
+        # Group -> rate and decay.
+        self._rates = {
+            "embed": (part.embed_lr, part.embed_decay),
+            "scalar": (part.scalar_lr, part.scalar_decay),
+        }
+        self._adam_names = [name for group in self._rates for name in groups[group]]
+        self.adam = torch.optim.AdamW(
+            [{"params": list(groups[group].values())} for group in self._rates],
+            betas=part.adam_betas,
+            eps=1e-8,
+            fused=all(p.is_cuda for p in self.parameters),
+        )
+
+    def step(self, lr_scale: float, momentum: float, decay_scale: float = 1.0) -> Tensor:
+        """One update from the summed gradients; returns their norm before clipping."""
+        norm = nn.utils.clip_grad_norm_(self.parameters, self.part.clip or float("inf"))
+        for group, (rate, decay) in zip(self.adam.param_groups, self._rates.values(), strict=True):
+            group["lr"] = rate * lr_scale
+            group["weight_decay"] = decay * decay_scale
+        self.adam.step()
+        self.muon.step(self.part.matrix_lr * lr_scale, momentum, decay_scale)
+        for parameter in self.parameters:
+            parameter.grad = None
+        return norm
+
+    def state(self) -> dict[str, Tensor]:
+        """Every tensor a resumed run needs; the live ones, not copies."""
+        tensors = {f"muon.{name}": buffer for name, buffer in self.muon.momenta.items()}
+        for index, moments in self.adam.state_dict()["state"].items():
+            for key, value in moments.items():
+                tensors[f"adam.{self._adam_names[index]}.{key}"] = value
+        return tensors
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take the place of the optimizer that had this state, whatever this one did before."""
+        for name, buffer in self.muon.momenta.items():
+            buffer.copy_(tensors[f"muon.{name}"])
+        keys = ("step", "exp_avg", "exp_avg_sq")
+        # A parameter that never had a gradient has no moments. AdamW keeps what it gets: clone.
+        moments = {
+            index: {key: tensors[f"adam.{name}.{key}"].clone() for key in keys}
+            for index, name in enumerate(self._adam_names)
+            if f"adam.{name}.step" in tensors
+        }
+        self.adam.load_state_dict(self.adam.state_dict() | {"state": moments})
