@@ -99,7 +99,7 @@ class Stream:
     x: Tensor  # (N, dim), what the next block reads
     start: Tensor  # (N, dim), what the first block read
     tokens: Tensor  # (N,)
-    past: Past
+    cache: KVCache
     angles: tuple[Tensor, Tensor]  # cosines and sines of the rotary positions
     kept: dict[str, Any] = field(default_factory=dict)
     """What levers carry from one visit to later ones, each under its own name."""
@@ -140,7 +140,7 @@ class TextTransform(Protocol):
         """The byte law: source bytes behind each code point of a transformed text."""
 
 
-class Past(Protocol):
+class KVCache(Protocol):
     """Earlier tokens, wherever they live: in the same flat pack, or in a cache of lanes."""
 
     context: int
@@ -170,7 +170,7 @@ class Branches(Protocol):
     def attend(self, x: Tensor, visit: Visit, stream: Stream) -> Tensor:
         """What attention adds (N, dim), reading x."""
 
-    def think(self, x: Tensor, visit: Visit) -> Tensor:
+    def mlp_branch(self, x: Tensor, visit: Visit) -> Tensor:
         """What the MLP adds (N, dim), reading x."""
 
 
@@ -178,7 +178,7 @@ class ModelHook(Protocol):
     """Model stage: an nn.Module with any of these, applied to each token on its own.
 
     Tensors are flat, tokens first, and may be half precision: cast your parameters to theirs. The
-    same hooks run in training, scoring and stepping. A hook that looks back asks `stream.past`.
+    same hooks run in training, scoring and stepping. A hook that looks back asks `stream.cache`.
     """
 
     def progress(self, p: float) -> None:
@@ -190,10 +190,10 @@ class ModelHook(Protocol):
     def frequencies(self, context: int) -> Tensor:
         """Rotary frequencies (dims / 2,): the first `dims` channels of a head are rotated."""
 
-    def embed(self, x: Tensor, tokens: Tensor, past: Past) -> Tensor:
+    def embed(self, x: Tensor, tokens: Tensor, cache: KVCache) -> Tensor:
         """Change the embedded tokens (N, dim) before they are normed."""
 
-    def stem(self, x: Tensor, tokens: Tensor, past: Past) -> Tensor:
+    def stem(self, x: Tensor, tokens: Tensor, cache: KVCache) -> Tensor:
         """Change the normed embeddings (N, dim), which become the stream and its start."""
 
     def before(self, visit: Visit, stream: Stream) -> None:

@@ -88,7 +88,7 @@ def test_a_visit_that_asks_for_the_context_is_an_error(
 ) -> None:
     monkeypatch.setattr(compiled, "_inductor", graphs)
     model = randomized(stack_with("unet")).train()
-    model.hooks.before.append(lambda visit, stream: stream.past.context)
+    model.hooks.before.append(lambda visit, stream: stream.cache.context)
     with pytest.raises(AttributeError, match="context"):
         CompiledLoss()(model, batch_of([9, 30], model.spec.context))
 

@@ -16,7 +16,7 @@ from underpar.errors import RecipeError
 from underpar.infer.lora import Lora, Place
 from underpar.levers.lora_ttt import SITES, Settings
 from underpar.model.gpt import GPT
-from underpar.model.kv_cache import ChunkPast
+from underpar.model.kv_cache import ChunkCache
 from underpar.recipe import load_recipe
 
 ALL_SITES = Settings(sites=SITES, rank=3, lr=0.01)
@@ -41,9 +41,9 @@ def make_tokens(seed: int, num_lanes: int = LANES) -> torch.Tensor:
 def read(model: GPT, tokens: torch.Tensor) -> torch.Tensor:
     """Nats (L, C) of the first chunk of each lane."""
     num_lanes = len(tokens)
-    past = ChunkPast(model.spec, num_lanes, CPU)
-    past.begin(torch.full((num_lanes,), CHUNK), CHUNK, CHUNK)
-    logits = model(tokens[:, :-1].flatten(), past)
+    cache = ChunkCache(model.spec, num_lanes, CPU)
+    cache.begin(torch.full((num_lanes,), CHUNK), CHUNK, CHUNK)
+    logits = model(tokens[:, :-1].flatten(), cache)
     nats = F.cross_entropy(logits.float(), tokens[:, 1:].flatten(), reduction="none")
     return nats.unflatten(0, (num_lanes, CHUNK))
 
@@ -379,16 +379,16 @@ def test_no_step_reads_a_number_back(half: bool) -> None:
         model = build_model(recipe).requires_grad_(False)
         dtype = torch.bfloat16 if half else torch.float32
         lora = Lora(model, Settings(), [0, 1], "cpu", dtype)
-        past = ChunkPast(model.spec, 2, "cpu")
+        cache = ChunkCache(model.spec, 2, "cpu")
         counts, tokens = torch.zeros(2, dtype=torch.long), torch.zeros(16, dtype=torch.long)
         for farthest in (8, 16):
-            past.begin(counts, 8, farthest)
+            cache.begin(counts, 8, farthest)
             with lora.attached():
-                logits = model(tokens, past)
-            past.commit()
+                logits = model(tokens, cache)
+            cache.commit()
             grads = lora.differentiate(F.cross_entropy(logits.float(), tokens))
             lora.update(counts > 4, grads)
-            past.reset(counts > 4)
+            cache.reset(counts > 4)
     assert logits.shape == (16, model.spec.vocab_size)
 
 

@@ -16,7 +16,7 @@ from underpar.errors import RecipeError
 from underpar.infer.predictor import Predictor
 from underpar.levers import phased_sgd
 from underpar.model.gpt import GPT
-from underpar.model.kv_cache import PackedPast
+from underpar.model.kv_cache import PackedCache
 
 ALONE = Runtime(CPU)
 RECIPE = stack_with("softcap")
@@ -67,8 +67,8 @@ def by_the_book(lr: float, clip: float) -> dict[str, Tensor]:
 
 
 def piece_nats(model: GPT, tokens: np.ndarray) -> Tensor:
-    past = PackedPast(segments_from_starts(np.array([0]), len(tokens) - 1, CONTEXT))
-    logits = model(torch.from_numpy(tokens[:-1]), past)
+    cache = PackedCache(segments_from_starts(np.array([0]), len(tokens) - 1, CONTEXT))
+    logits = model(torch.from_numpy(tokens[:-1]), cache)
     return F.cross_entropy(logits, torch.from_numpy(tokens[1:]), reduction="sum")
 
 

@@ -124,8 +124,8 @@ class GatedByTheTarget:
 def test_an_expert_gated_by_its_target_does_not_sum_to_one() -> None:
     mixture: Any = Mixture([GatedByTheTarget()])  # type: ignore[list-item]
     mixture.open(1, 100)
-    past, log_p = np.zeros(50, np.int64), np.full((51, VOCAB), -math.log(VOCAB))
-    prices = [price(copy.deepcopy(mixture), log_p, np.append(past, a))[-1] for a in range(VOCAB)]
+    cache, log_p = np.zeros(50, np.int64), np.full((51, VOCAB), -math.log(VOCAB))
+    prices = [price(copy.deepcopy(mixture), log_p, np.append(cache, a))[-1] for a in range(VOCAB)]
     assert abs(np.exp(prices).sum() - 1) > 1e-3
 
 

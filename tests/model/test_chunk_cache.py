@@ -13,7 +13,7 @@ from lever_stacks import CPU, MODEL, groups_of, randomized, stack_with
 from underpar.data.loader import pack_documents
 from underpar.kernels.attention import attend
 from underpar.model.gpt import GPT
-from underpar.model.kv_cache import SPAN, ChunkPast, PackedPast
+from underpar.model.kv_cache import SPAN, ChunkCache, PackedCache
 from underpar.recipe import ModelSpec, load_recipe
 
 # Largest difference between two ways to compute the same hidden states, fp32.
@@ -29,7 +29,7 @@ def make_documents(lengths: list[int], seed: int = 0) -> list[np.ndarray]:
 
 def read_packed(model: GPT, documents: list[np.ndarray]) -> list[torch.Tensor]:
     batch, owner = pack_documents(documents, 1, model.spec.context)
-    hidden = model.hidden(batch.inputs, PackedPast(batch.segments))
+    hidden = model.hidden(batch.inputs, PackedCache(batch.segments))
     sizes = np.bincount(owner).tolist()
     return list(hidden.split(sizes))
 
@@ -40,7 +40,7 @@ class Lanes:
     def __init__(self, model: GPT, documents: list[np.ndarray]) -> None:
         self.model = model
         self.documents = documents
-        self.past = ChunkPast(model.spec, len(documents), CPU)
+        self.cache = ChunkCache(model.spec, len(documents), CPU)
         self.read = [0] * len(documents)
         self.hidden: list[list[torch.Tensor]] = [[] for _ in documents]
 
@@ -51,8 +51,8 @@ class Lanes:
             inputs[lane, :count] = torch.from_numpy(self.documents[lane][first : first + count])
             self.read[lane] += count
         farthest = max(r for r, count in zip(self.read, counts, strict=True) if count)
-        self.past.begin(torch.tensor(counts), width, farthest)
-        hidden = self.model.hidden(inputs.flatten(), self.past).unflatten(0, (-1, width))
+        self.cache.begin(torch.tensor(counts), width, farthest)
+        hidden = self.model.hidden(inputs.flatten(), self.cache).unflatten(0, (-1, width))
         for lane, count in enumerate(counts):
             self.hidden[lane].append(hidden[lane, :count])
         return hidden
@@ -65,7 +65,7 @@ class Lanes:
                 break
             if any(counts):
                 self.step(counts, max(counts) + draw() % 3)
-                self.past.commit()
+                self.cache.commit()
         return [torch.cat(parts) for parts in self.hidden]
 
 
@@ -115,8 +115,8 @@ def test_a_lane_takes_up_another_document(model: GPT) -> None:
     with torch.no_grad():
         lanes = Lanes(model, [first, beside])
         lanes.step([40, 40], 40)
-        lanes.past.commit()
-        lanes.past.reset(torch.tensor([True, False]))
+        lanes.cache.commit()
+        lanes.cache.reset(torch.tensor([True, False]))
         lanes.documents[0], lanes.read[0] = second, 0
         lanes.read_all(lambda: 25)
         wanted = read_packed(model, [first, second, beside])
@@ -130,9 +130,9 @@ def test_some_lanes_go_on_in_another_order(model: GPT) -> None:
     with torch.no_grad():
         lanes = Lanes(model, documents)
         lanes.step([30, 20, 40], 40)
-        lanes.past.commit()
+        lanes.cache.commit()
         kept = [2, 0]
-        lanes.past.keep(torch.tensor(kept))
+        lanes.cache.keep(torch.tensor(kept))
         for name in ("documents", "read", "hidden"):
             setattr(lanes, name, [getattr(lanes, name)[lane] for lane in kept])
         found = lanes.read_all(lambda: 33)
@@ -147,13 +147,13 @@ def test_a_full_lane_reads_its_end_again(model: GPT) -> None:
     with torch.no_grad():
         lanes = Lanes(model, [long, short])
         lanes.step([context, 60], context)
-        lanes.past.commit()
-        again = lanes.past.empty_like(1)
+        lanes.cache.commit()
+        again = lanes.cache.empty_like(1)
         again.begin(torch.tensor([context // 2]), context // 2, context // 2)
         model.hidden(torch.from_numpy(half[: context // 2]), again)
         again.commit()
-        lanes.past.put([0], again)
-        assert lanes.past.lengths.tolist() == [context // 2, 60]
+        lanes.cache.put([0], again)
+        assert lanes.cache.lengths.tolist() == [context // 2, 60]
         lanes.read[0] = context // 2
         lanes.documents[0] = half
         lanes.hidden[0].clear()
@@ -173,9 +173,9 @@ def test_lanes_that_rest_stay_as_they_are(model: GPT) -> None:
         # The first lane is full; its padding has no room and must not reach the second's keys.
         for counts in ([context, 4], [0, 60], [0, 2], [0, 62]):
             lanes.step(counts, max(max(counts), 60))
-            lanes.past.commit()
+            lanes.cache.commit()
         wanted = read_packed(model, documents)
-    assert lanes.past.lengths.tolist() == [context, context]
+    assert lanes.cache.lengths.tolist() == [context, context]
     found = [torch.cat(parts) for parts in lanes.hidden]
     torch.testing.assert_close(found, wanted, rtol=0, atol=TOLERANCE)
 
@@ -186,7 +186,7 @@ def test_padding_and_other_lanes_change_nothing(model: GPT) -> None:
     def run(beside: np.ndarray, padding: int) -> torch.Tensor:
         lanes = Lanes(model, [one, beside])
         lanes.step([30, 10], 48, padding)
-        lanes.past.commit()
+        lanes.cache.commit()
         lanes.step([20, 48], 48, padding)
         return torch.cat(lanes.hidden[0])
 
@@ -201,7 +201,7 @@ def test_a_step_that_is_not_committed_leaves_no_trace(model: GPT) -> None:
     with torch.no_grad():
         lanes = Lanes(model, documents)
         lanes.step([20, 20], 20)
-        lanes.past.commit()
+        lanes.cache.commit()
         first = lanes.step([10, 15], 15, padding=9).clone()
         lanes.read = [20, 20]
         again = lanes.step([10, 15], 15, padding=9)
@@ -209,26 +209,26 @@ def test_a_step_that_is_not_committed_leaves_no_trace(model: GPT) -> None:
 
 
 def test_the_token_before_is_that_of_the_lane() -> None:
-    past = ChunkPast(SPEC, 2, CPU)
-    past.begin(torch.tensor([3, 1]), 3, 3)
-    assert past.positions.tolist() == [0, 1, 2, 0, 1, 2]
+    cache = ChunkCache(SPEC, 2, CPU)
+    cache.begin(torch.tensor([3, 1]), 3, 3)
+    assert cache.positions.tolist() == [0, 1, 2, 0, 1, 2]
     x = torch.tensor([1, 2, 3, 4, 9, 9])
-    assert past.previous("mine", x).tolist() == [0, 1, 2, 0, 4, 9]
-    past.commit()
-    past.begin(torch.tensor([1, 0]), 2, 4)
-    assert past.positions.tolist() == [3, 4, 1, 2]
-    assert past.previous("mine", torch.tensor([5, 9, 9, 9])).tolist() == [3, 5, 4, 9]
-    past.commit()
-    past.reset(torch.tensor([False, True]))
-    past.begin(torch.tensor([1, 1]), 1, 5)
-    assert past.previous("mine", torch.tensor([6, 7])).tolist() == [5, 0]
+    assert cache.previous("mine", x).tolist() == [0, 1, 2, 0, 4, 9]
+    cache.commit()
+    cache.begin(torch.tensor([1, 0]), 2, 4)
+    assert cache.positions.tolist() == [3, 4, 1, 2]
+    assert cache.previous("mine", torch.tensor([5, 9, 9, 9])).tolist() == [3, 5, 4, 9]
+    cache.commit()
+    cache.reset(torch.tensor([False, True]))
+    cache.begin(torch.tensor([1, 1]), 1, 5)
+    assert cache.previous("mine", torch.tensor([6, 7])).tolist() == [5, 0]
 
 
 @pytest.mark.parametrize("window", [0, 7])
 def test_gradients_stay_within_the_chunk(window: int) -> None:
     torch.manual_seed(0)
     tensors = [[torch.randn(n, heads, 8) for heads in (4, 2, 2)] for n in (70, 25)]
-    past = ChunkPast(SPEC, 2, CPU)
+    cache = ChunkCache(SPEC, 2, CPU)
     before, now = [45, 20], [25, 5]
 
     def padded(part: int, first: list[int], count: list[int]) -> torch.Tensor:
@@ -238,12 +238,12 @@ def test_gradients_stay_within_the_chunk(window: int) -> None:
         ]
         return torch.cat(rows)
 
-    past.begin(torch.tensor(before), 45, 45)
-    past.attend(3, *(padded(part, [0, 0], before) for part in range(3)), window)
-    past.commit()
-    past.begin(torch.tensor(now), 45, 70)
+    cache.begin(torch.tensor(before), 45, 45)
+    cache.attend(3, *(padded(part, [0, 0], before) for part in range(3)), window)
+    cache.commit()
+    cache.begin(torch.tensor(now), 45, 70)
     own = [padded(part, before, now).requires_grad_() for part in range(3)]
-    y = past.attend(3, *own, window).unflatten(0, (2, 45))
+    y = cache.attend(3, *own, window).unflatten(0, (2, 45))
     weights = [torch.randn(n, 4, 8) for n in now]
     sum((y[lane, :n] * weights[lane]).sum() for lane, n in enumerate(now)).backward()
     for lane, (tokens, first, count) in enumerate(zip(tensors, before, now, strict=True)):
@@ -278,22 +278,22 @@ def test_halves_are_kept_in_half_precision(model: GPT) -> None:
         lanes = Lanes(model, make_documents([60, 40]))
         found = lanes.read_all(lambda: 30)
         wanted = read_packed(model, lanes.documents)
-    assert {cache.dtype for cache in lanes.past._slots.values()} == {torch.bfloat16}
+    assert {cache.dtype for cache in lanes.cache._slots.values()} == {torch.bfloat16}
     torch.testing.assert_close(found, wanted, rtol=0, atol=0.2)
     assert found[0].dtype == torch.bfloat16
 
 
 def test_memory_follows_the_text_until_it_is_reserved() -> None:
-    past = ChunkPast(replace(SPEC, context=1 << 20), 2, CPU)
+    cache = ChunkCache(replace(SPEC, context=1 << 20), 2, CPU)
     q, kv = torch.randn(10, 4, 8), torch.randn(10, 2, 8)
-    past.begin(torch.tensor([5, 5]), 5, 5)
-    past.attend(0, q, kv, kv, 0)
-    past.commit()
-    assert past._slots[0].shape == (2, 2, SPAN, 2, 8)
-    past.reserve(1000)
-    address = past._slots[0].data_ptr()
-    past.begin(torch.tensor([5, 5]), 5, 10)
-    past.attend(0, q, kv, kv, 0)
-    past.commit()
-    assert past._slots[0].data_ptr() == address and past.room > 1000
-    assert torch.equal(past._slots[0][0, 0, 5:10], past._slots[0][0, 0, :5])
+    cache.begin(torch.tensor([5, 5]), 5, 5)
+    cache.attend(0, q, kv, kv, 0)
+    cache.commit()
+    assert cache._slots[0].shape == (2, 2, SPAN, 2, 8)
+    cache.reserve(1000)
+    address = cache._slots[0].data_ptr()
+    cache.begin(torch.tensor([5, 5]), 5, 10)
+    cache.attend(0, q, kv, kv, 0)
+    cache.commit()
+    assert cache._slots[0].data_ptr() == address and cache.room > 1000
+    assert torch.equal(cache._slots[0][0, 0, 5:10], cache._slots[0][0, 0, :5])

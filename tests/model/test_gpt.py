@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from underpar.data.loader import segments_from_starts
 from underpar.errors import RecipeError
 from underpar.model.gpt import GPT, angles_of, frequencies_of, make_plan, rotate
-from underpar.model.kv_cache import PackedPast
+from underpar.model.kv_cache import PackedCache
 from underpar.recipe import ModelSpec
 from underpar.seams import Visit
 
@@ -25,7 +25,7 @@ def logits_of(
     model: GPT, tokens: Tensor, starts: tuple[int, ...] = (0,), bucket: int = 0
 ) -> Tensor:
     segments = segments_from_starts(np.array(starts), len(tokens), SPEC.context, bucket)
-    out: Tensor = model(tokens, PackedPast(segments))
+    out: Tensor = model(tokens, PackedCache(segments))
     return out
 
 

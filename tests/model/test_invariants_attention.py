@@ -12,7 +12,7 @@ from underpar.build.model import build_model
 from underpar.data.loader import Segments, segments_from_starts
 from underpar.infer.predictor import Predictor
 from underpar.model.gpt import GPT, angles_of, rotate
-from underpar.model.kv_cache import PackedPast
+from underpar.model.kv_cache import PackedCache
 from underpar.recipe import load_recipe
 from underpar.seams import BOS_ID
 
@@ -48,7 +48,7 @@ def segments_of(tokens: Tensor, context: int = 128) -> Segments:
 
 
 def logits_of(model: GPT, tokens: Tensor, context: int = 128) -> Tensor:
-    return model(tokens, PackedPast(segments_of(tokens, context)))
+    return model(tokens, PackedCache(segments_of(tokens, context)))
 
 
 def states_of(model: GPT, tokens: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ def states_of(model: GPT, tokens: Tensor) -> Tensor:
         block.attn.register_forward_hook(lambda attn, args, out: states.extend((args[0], out)))
         for block in model.blocks
     ]
-    states.append(model.hidden(tokens, PackedPast(segments_of(tokens))))
+    states.append(model.hidden(tokens, PackedCache(segments_of(tokens))))
     for hook in hooks:
         hook.remove()
     return torch.stack(states).detach()
@@ -94,7 +94,7 @@ def test_04_smear_formula_and_first_position(name: str) -> None:
     # No BOS in front and cut in pieces: neither the pack's edge nor a cut starts a document.
     tokens = torch.cat((document(20), document(30, seed=2)))[1:]
     smear, e = model.levers["smear"], model.embedding(tokens)
-    smeared = smear.embed(e, tokens, PackedPast(segments_of(tokens, context=8)))
+    smeared = smear.embed(e, tokens, PackedCache(segments_of(tokens, context=8)))
     assert torch.equal(smeared[0], e[0])
     gate = smear.strength * torch.sigmoid(e[:, :12] @ smear.gate)
     if name == "pr2014":
@@ -191,7 +191,7 @@ def test_08_only_distances_count() -> None:
     segments = segments_of(tokens)
 
     def shifted(positions: Tensor) -> Tensor:
-        return model(tokens, PackedPast(replace(segments, positions=positions)))
+        return model(tokens, PackedCache(replace(segments, positions=positions)))
 
     here = shifted(segments.positions)
     assert relative(shifted(segments.positions + 100), here) < TOLERANCE
@@ -254,14 +254,14 @@ def test_11_activation_and_its_slope() -> None:
 
 def test_16_a_window_ends_512_tokens_back() -> None:
     torch.manual_seed(0)
-    past = PackedPast(segments_from_starts(np.array([0]), 600, 600))
+    cache = PackedCache(segments_from_starts(np.array([0]), 600, 600))
     q, k, v = torch.randn(600, 4, 24), torch.randn(600, 2, 24), torch.randn(600, 2, 24)
-    before = past.attend(0, q, k, v, 512)
+    before = cache.attend(0, q, k, v, 512)
     for changed in (k, v):
         for back, is_seen in [(512, True), (513, False)]:
             saved = changed[599 - back].clone()
             changed[599 - back] += 1.0
-            after = past.attend(0, q, k, v, 512)
+            after = cache.attend(0, q, k, v, 512)
             changed[599 - back] = saved
             assert torch.equal(after[599], before[599]) != is_seen
 
@@ -299,7 +299,7 @@ def test_19_no_output_follows_later_tokens(name: str, progress: float, training:
     for cut in (1, 29, 31, 100, 169):
         other = tokens.clone()
         other[cut:] += 1
-        after = model(other, PackedPast(segments_of(tokens)))
+        after = model(other, PackedCache(segments_of(tokens)))
         assert torch.equal(after[:cut], before[:cut])
         assert not torch.equal(after[cut], before[cut])
 

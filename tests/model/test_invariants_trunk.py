@@ -12,7 +12,7 @@ from underpar.build.model import build_model
 from underpar.data.loader import Batch, segments_from_starts
 from underpar.infer.predictor import Predictor
 from underpar.model.gpt import GPT
-from underpar.model.kv_cache import PackedPast
+from underpar.model.kv_cache import PackedCache
 from underpar.recipe import load_recipe
 from underpar.seams import BOS_ID, Stream, Visit
 from underpar.train.groups import group_parameters
@@ -69,7 +69,7 @@ def pack(lengths: Sequence[int], vocab_size: int = 512) -> Batch:
 
 
 def logits_of(model: GPT, batch: Batch) -> Tensor:
-    return model(batch.inputs, PackedPast(batch.segments))
+    return model(batch.inputs, PackedCache(batch.segments))
 
 
 def norm(x: Tensor) -> Tensor:
@@ -169,8 +169,8 @@ def test_03_silent_blocks_make_depth_irrelevant(overrides: list[str]) -> None:
     for name in {"x0_mix", "recur_ab", "asym_softcap"} & set(model.levers):
         model.levers[name].neutral_()
     embedding = model.embedding.weight
-    past = PackedPast(batch.segments)
-    smeared = model.levers["smear"].embed(embedding[batch.inputs], batch.inputs, past)
+    cache = PackedCache(batch.segments)
+    smeared = model.levers["smear"].embed(embedding[batch.inputs], batch.inputs, cache)
     assert relative(logits_of(model, batch), compare(smeared, embedding)) < TOLERANCE
 
 
@@ -243,14 +243,14 @@ def test_14_lanes_are_two_streams_routed_by_source_and_lane(routed: bool) -> Non
         with torch.no_grad():
             lanes.post.copy_(torch.eye(2).expand_as(lanes.post))
     batch = pack([20])
-    merged = model.hidden(batch.inputs, PackedPast(batch.segments))
+    merged = model.hidden(batch.inputs, PackedCache(batch.segments))
     one = two = record.left[-4][0]
     assert torch.equal(record.entered[-3][0], one) and torch.equal(record.entered[-3][1], two)
     for visit in model.plan[-3:]:
         block, keep, post = (t[visit.layer] for t in (model.blocks, lanes.residual, lanes.post))
         # The mix with x0 is for attention's eyes alone; both read the old lanes.
         a = block.attend(block.mix(one, record.stream), visit, record.stream)
-        b = block.think(two, visit)
+        b = block.mlp_branch(two, visit)
         if routed:
             one, two = keep[0] * one, keep[1] * two
             a, b = post[0, 0] * a + post[1, 0] * b, post[0, 1] * a + post[1, 1] * b
@@ -333,7 +333,7 @@ def test_17_softcap_and_its_slope(overrides: list[str], caps: tuple[float, float
 def test_17_training_and_scoring_have_one_loss() -> None:
     model, batch = set_caps(randomized("pr2014"), 30.0, 30.0), pack([40])
     loss = mean_loss(model, batch)
-    raw = model.hidden(batch.inputs, PackedPast(batch.segments)) @ model.embedding.weight.T
+    raw = model.hidden(batch.inputs, PackedCache(batch.segments)) @ model.embedding.weight.T
     # A shift of all logits changes no loss: 2c sigmoid(2l / c) = c tanh(l / c) + c.
     shifted = F.cross_entropy(60.0 * torch.sigmoid(raw / 15.0), batch.targets)
     assert relative(loss, shifted) < TOLERANCE

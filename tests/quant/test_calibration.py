@@ -20,7 +20,7 @@ from underpar.data.loader import Batch, Loader, MicroBatch
 from underpar.errors import ArtifactError, RecipeError, RuleError
 from underpar.infer.predictor import Predictor
 from underpar.model.gpt import GPT
-from underpar.model.kv_cache import PackedPast
+from underpar.model.kv_cache import PackedCache
 from underpar.quant.calibration import HEAD, Calibration, SelfGenerated, TrainingText, collect
 from underpar.recipe import Recipe, load_recipe
 
@@ -101,7 +101,7 @@ def test_hessians_are_those_of_every_product_with_the_weight(
     monkeypatch.setattr(F, "linear", watched)
     model.eval().set_progress(1.0)
     for batch in text.batches(model.spec.context, runtime):
-        model(batch.inputs, PackedPast(batch.segments))
+        model(batch.inputs, PackedCache(batch.segments))
     for name, expected in sums.items():
         torch.testing.assert_close(found.hessians[name].double(), expected, rtol=1e-4, atol=1e-3)
         rms = (expected.diagonal() / found.num_inputs[name]).sqrt().float()

@@ -21,7 +21,7 @@ from underpar.data.folder import DataFolder, load_data
 from underpar.data.loader import Batch
 from underpar.errors import ArtifactError, RuleError
 from underpar.model.gpt import GPT
-from underpar.model.kv_cache import PackedPast
+from underpar.model.kv_cache import PackedCache
 from underpar.quant.allocate import Sensitivity, conditional_variances, sensitivities
 from underpar.quant.calibration import HEAD, Calibration, TrainingText, collect
 from underpar.quant.fisher import FLOOR, Fisher, measure
@@ -111,7 +111,7 @@ def test_the_last_projection(model: GPT, text: TrainingText, runtime: Runtime) -
     hook = block.mlp.register_forward_hook(lambda module, inputs, y: kept.append(y))
     (batch,) = text.batches(128, runtime)
     with torch.no_grad():
-        stream = model.embed(batch.inputs, PackedPast(batch.segments))
+        stream = model.embed(batch.inputs, PackedCache(batch.segments))
         for visit in model.plan:
             model.visit(visit, stream)
     hook.remove()
@@ -219,7 +219,7 @@ class Trained:
     @torch.no_grad()
     def price(self) -> tuple[Tensor, float]:
         """Log-probabilities, and mean nats of the text's own tokens."""
-        logits = [self.model(b.inputs, PackedPast(b.segments)) for b in self.batches]
+        logits = [self.model(b.inputs, PackedCache(b.segments)) for b in self.batches]
         log_probs = torch.cat(logits).log_softmax(-1)
         targets = torch.cat([b.targets for b in self.batches])
         return log_probs, float(F.nll_loss(log_probs, targets))

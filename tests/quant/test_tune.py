@@ -19,7 +19,7 @@ from underpar.data.folder import DataFolder, load_data
 from underpar.errors import ArtifactError, RecipeError, RuleError
 from underpar.infer.predictor import Predictor
 from underpar.model.gpt import GPT
-from underpar.model.kv_cache import PackedPast
+from underpar.model.kv_cache import PackedCache
 from underpar.quant.calibration import SelfGenerated, TrainingText
 from underpar.quant.rules import quantize_model
 from underpar.quant.schemes import dequantize
@@ -70,7 +70,7 @@ def nats_apart(model: GPT, teacher: GPT, text: TrainingText, runtime: Runtime) -
     model.set_progress(1.0)
     total, num_tokens = 0.0, 0
     for batch in replace(text, seed=99).batches(model.spec.context, runtime):
-        own, other = (m(batch.inputs, PackedPast(batch.segments)) for m in (model, teacher))
+        own, other = (m(batch.inputs, PackedCache(batch.segments)) for m in (model, teacher))
         logs = [z.log_softmax(-1) for z in (own, other)]
         total += float(F.kl_div(*logs, reduction="sum", log_target=True))
         num_tokens += len(batch.inputs)

@@ -30,7 +30,7 @@ from underpar.core.runtime import Clock, Runtime
 from underpar.errors import RunError
 from underpar.infer.lora import Lora
 from underpar.levers import phased_sgd
-from underpar.model.kv_cache import ChunkPast
+from underpar.model.kv_cache import ChunkCache
 from underpar.quant.schemes import QuantizedTensor, Scheme
 from underpar.recipe import load_recipe
 from underpar.score import partial as module
@@ -272,15 +272,15 @@ def test_memory_stays_where_it_is_and_is_as_large_as_it_was() -> None:
     model, settings = randomized(RECIPE), replace(SETTINGS, sites=("k",))
     for num_lanes in (2, 1):
         lora, other = (Lora(model, settings, range(n), CPU) for n in (2, num_lanes))
-        past, before = ChunkPast(RECIPE.model, 2, CPU), ChunkPast(RECIPE.model, num_lanes, CPU)
-        for own in (past, before):
+        cache, before = ChunkCache(RECIPE.model, 2, CPU), ChunkCache(RECIPE.model, num_lanes, CPU)
+        for own in (cache, before):
             own.reserve(5)
             own._cache(0, torch.zeros(1, 1, 4))
-        where = addresses(lora.state(), past.state())
+        where = addresses(lora.state(), cache.state())
         lora.load(other.state())
-        past.load(before.state())
-        assert (addresses(lora.state(), past.state()) == where) == (num_lanes == 2)
-        assert past.room == before.room > 0 and len(past.lengths) == len(lora.lanes) == num_lanes
+        cache.load(before.state())
+        assert (addresses(lora.state(), cache.state()) == where) == (num_lanes == 2)
+        assert cache.room == before.room > 0 and len(cache.lengths) == len(lora.lanes) == num_lanes
         assert torch.equal(lora._work, lora._weights * lora._root)
 
 

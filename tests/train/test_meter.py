@@ -9,7 +9,7 @@ from underpar.core.runtime import Clock
 from underpar.data.loader import segments_from_starts
 from underpar.lab.flops import count_flops
 from underpar.model.gpt import GPT
-from underpar.model.kv_cache import PackedPast
+from underpar.model.kv_cache import PackedCache
 from underpar.recipe import Recipe, load_recipe
 from underpar.schema import ModelSpec
 from underpar.train.meter import Meter, flops_per_token, peak_flops, peak_of
@@ -18,9 +18,9 @@ from underpar.train.meter import Meter, flops_per_token, peak_flops, peak_of
 def counted_forward(model: GPT, num_tokens: int, context: int) -> float:
     with torch.device("meta"):
         tokens = torch.zeros(num_tokens, dtype=torch.int64)
-    past = PackedPast(segments_from_starts(np.array([0]), num_tokens, context).to("meta"))
+    cache = PackedCache(segments_from_starts(np.array([0]), num_tokens, context).to("meta"))
     with torch.no_grad():
-        return count_flops(lambda: model(tokens, past)) / num_tokens
+        return count_flops(lambda: model(tokens, cache)) / num_tokens
 
 
 @pytest.mark.parametrize("context", [512, 2048])

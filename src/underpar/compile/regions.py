@@ -30,8 +30,8 @@ from underpar.compile.tracer import Compiler, Recorded, autocasts, settings_of
 from underpar.data.loader import Batch
 from underpar.kernels.capped import capped_cross_entropy
 from underpar.model.gpt import GPT, Block
-from underpar.model.kv_cache import PackedPast
-from underpar.seams import Past, Stream, Visit
+from underpar.model.kv_cache import PackedCache
+from underpar.seams import KVCache, Stream, Visit
 
 # Visits are traced one by one, which is quick, and a plan may be long.
 MOST_TRACES = 4096
@@ -61,12 +61,12 @@ class Regions(ABC):
         """The function, compiled; it shares graphs with the others."""
 
     @abstractmethod
-    def _read(self, model: GPT, tokens: Tensor, past: Past) -> Stream: ...
+    def _read(self, model: GPT, tokens: Tensor, cache: KVCache) -> Stream: ...
 
-    def read(self, model: GPT, tokens: Tensor, past: Past) -> Stream:
+    def read(self, model: GPT, tokens: Tensor, cache: KVCache) -> Stream:
         """The stream behind the last visit of a block."""
         self._sharing.begin()
-        return self._read(model, tokens, past)
+        return self._read(model, tokens, cache)
 
     @contextmanager
     def hollow(self) -> Iterator[None]:
@@ -98,11 +98,11 @@ class Recordings(Regions):
         recorded = Recorded(function, self._sharing)
         return lambda *args: recorded(*args, settings=self._settings)
 
-    def _read(self, model: GPT, tokens: Tensor, past: Past) -> Stream:
+    def _read(self, model: GPT, tokens: Tensor, cache: KVCache) -> Stream:
         self._settings = settings_of(model)
-        x, start, angles = self._embed(model, tokens, past)
+        x, start, angles = self._embed(model, tokens, cache)
         # Positions alone depend on the context: visits have none, so that they serve all contexts.
-        within = copy(past)
+        within = copy(cache)
         del within.context
         stream = Stream(x, start, tokens, within, angles)
         for visit in model.plan:
@@ -113,8 +113,8 @@ class Recordings(Regions):
         return stream
 
 
-def _embed(model: GPT, tokens: Tensor, past: Past) -> tuple[Any, ...]:
-    stream = model.embed(tokens, past)
+def _embed(model: GPT, tokens: Tensor, cache: KVCache) -> tuple[Any, ...]:
+    stream = model.embed(tokens, cache)
     return stream.x, stream.start, stream.angles
 
 
@@ -134,12 +134,12 @@ class Traced(Regions):
         """The function, compiled; it shares graphs with the others."""
         return torch.compile(function, fullgraph=True, dynamic=False, backend=self._sharing)
 
-    def read(self, model: GPT, tokens: Tensor, past: Past) -> Stream:
+    def read(self, model: GPT, tokens: Tensor, cache: KVCache) -> Stream:
         """The stream behind the last visit of a block."""
         config = torch._dynamo.config
         # Not every version has all of them.
         with config.patch({name: DYNAMO[name] for name in DYNAMO if hasattr(config, name)}):
-            return super().read(model, tokens, past)
+            return super().read(model, tokens, cache)
 
 
 class Visits(Traced):
@@ -148,12 +148,12 @@ class Visits(Traced):
     def __init__(self) -> None:
         super().__init__()
         # Functions of this object: their traces are not those of another.
-        self._embed = self.region(lambda model, tokens, past: model.embed(tokens, past))
+        self._embed = self.region(lambda model, tokens, cache: model.embed(tokens, cache))
         self._take = self.region(lambda model, visit, stream: model.visit(visit, stream))
 
-    def _read(self, model: GPT, tokens: Tensor, past: Past) -> Stream:
-        mark_sized(tokens, past.positions)
-        stream: Stream = self._embed(model, tokens, past)
+    def _read(self, model: GPT, tokens: Tensor, cache: KVCache) -> Stream:
+        mark_sized(tokens, cache.positions)
+        stream: Stream = self._embed(model, tokens, cache)
         for visit in model.plan:
             # Another object, as above.
             stream.x = stream.x.view_as(stream.x)
@@ -173,11 +173,11 @@ class Branches(Traced):
         super().__init__()
         self._branches = {
             "attend": self.region(lambda block, *given: Block.attend(block, *given)),
-            "think": self.region(lambda block, *given: Block.think(block, *given)),
+            "think": self.region(lambda block, *given: Block.mlp_branch(block, *given)),
         }
 
-    def _read(self, model: GPT, tokens: Tensor, past: Past) -> Stream:
-        stream = model.embed(tokens, past)
+    def _read(self, model: GPT, tokens: Tensor, cache: KVCache) -> Stream:
+        stream = model.embed(tokens, cache)
         # Where the embedding does not learn, too: else the first attention were a graph of its own.
         stream.x.requires_grad_(torch.is_grad_enabled())
         with self._in_place(model):
@@ -222,7 +222,7 @@ class CompiledLoss:
         assert isinstance(model, GPT)
         # The number of pieces alone differs from batch to batch: one graph for all of them.
         torch._dynamo.mark_dynamic(batch.segments.cu, 0)
-        stream = self.regions.read(model, batch.inputs, PackedPast(batch.segments))
+        stream = self.regions.read(model, batch.inputs, PackedCache(batch.segments))
         loss: Tensor = self._end(model, stream, batch.targets)
         return loss
 

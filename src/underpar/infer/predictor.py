@@ -18,7 +18,7 @@ from underpar.data.loader import Batch
 from underpar.errors import RuleError
 from underpar.infer.sgd import ROWS, backward, gradients_on, products
 from underpar.model.gpt import GPT
-from underpar.model.kv_cache import LaneCache, PackedPast
+from underpar.model.kv_cache import LaneCache, PackedCache
 from underpar.seams import Adapter
 
 
@@ -74,7 +74,7 @@ class Predictor:
     def _hidden(self, batch: Batch) -> Tensor:
         batch = batch.to(self.device)
         with products(self.device, self.dtype):
-            return self.model.hidden(batch.inputs, PackedPast(batch.segments))
+            return self.model.hidden(batch.inputs, PackedCache(batch.segments))
 
     def _log_softmax(self, hidden: Tensor) -> Tensor:
         with products(self.device, self.dtype):

@@ -23,7 +23,7 @@ from underpar.core.dist import sum_over_ranks
 from underpar.core.runtime import Runtime
 from underpar.data.loader import Batch, segments_from_starts
 from underpar.model.gpt import GPT
-from underpar.model.kv_cache import PackedPast
+from underpar.model.kv_cache import PackedCache
 from underpar.recipe import require
 from underpar.seams import BOS_ID
 
@@ -145,7 +145,7 @@ def backward(model: GPT, batch: Batch, num_targets: int, dtype: torch.dtype) -> 
     """Add the gradients of the batch's nats, divided by `num_targets`."""
     device = batch.inputs.device
     with products(device, dtype):
-        hidden = model.hidden(batch.inputs, PackedPast(batch.segments))
+        hidden = model.hidden(batch.inputs, PackedCache(batch.segments))
     # The head goes slice by slice up to a copy of its input, then the rest in one pass.
     leaf = hidden.detach().requires_grad_(True)
     for x, t in zip(leaf.split(ROWS), batch.targets.split(ROWS), strict=True):

@@ -18,7 +18,7 @@ from underpar.build.levers import find_lever, lever_names
 from underpar.build.model import build_model
 from underpar.data.loader import segments_from_starts
 from underpar.lab.flops import count_flops
-from underpar.model.kv_cache import PackedPast
+from underpar.model.kv_cache import PackedCache
 from underpar.recipe import ModelSpec, Recipe
 from underpar.seams import LeverModule
 
@@ -125,9 +125,9 @@ def cost_of(levers: tuple[str, ...]) -> Cost:
     with torch.device("meta"):
         model = build_model(Recipe(model=spec, levers={name: {} for name in levers}))
         tokens = torch.zeros(num_tokens, dtype=torch.int64)
-    past = PackedPast(segments_from_starts(np.array([0]), num_tokens, spec.context).to("meta"))
+    kv_cache = PackedCache(segments_from_starts(np.array([0]), num_tokens, spec.context).to("meta"))
     with torch.no_grad():
-        num_flops = count_flops(lambda: model.eval()(tokens, past))
+        num_flops = count_flops(lambda: model.eval()(tokens, kv_cache))
     return Cost(sum(p.numel() for p in model.parameters()), num_flops / num_tokens)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from underpar.recipe import ModelSpec, require
-from underpar.seams import BOS_ID, Past
+from underpar.seams import BOS_ID, KVCache
 
 STAGE = "model"
 
@@ -56,11 +56,11 @@ class Bigram(nn.Module):
         """Empty the table."""
         nn.init.zeros_(self.table.weight)
 
-    def embed(self, x: Tensor, tokens: Tensor, past: Past) -> Tensor:
+    def embed(self, x: Tensor, tokens: Tensor, cache: KVCache) -> Tensor:
         """Add the pair's vector to the embeddings x (N, dim) of tokens (N,)."""
         last = self.table.num_embeddings - 1
-        mixed = (CURRENT * tokens) ^ (PREVIOUS * past.previous("bigram", tokens))
-        first = past.positions == 0 if self.by_piece else tokens == BOS_ID
+        mixed = (CURRENT * tokens) ^ (PREVIOUS * cache.previous("bigram", tokens))
+        first = cache.positions == 0 if self.by_piece else tokens == BOS_ID
         pair = self.project(self.table(torch.where(first, last, mixed % last)))
         return x + self.scale.to(x.dtype) * pair.to(x.dtype)
 

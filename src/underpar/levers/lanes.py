@@ -81,7 +81,7 @@ class Lanes(nn.Module):
         """Both branches read the old lanes, then both lanes are written."""
         lane0, lane1 = stream.x, stream.kept["lanes"]
         a = block.attend(block.mix(lane0, stream), visit, stream)
-        b = block.think(lane1, visit)
+        b = block.mlp_branch(lane1, visit)
         keep = self.residual[visit.layer].to(a.dtype)
         post = self.post[visit.layer].to(a.dtype)
         stream.x = keep[0] * lane0 + post[0, 0] * a + post[1, 0] * b

@@ -49,7 +49,7 @@ class Parallel(nn.Module):
     def wire(self, block: Branches, visit: Visit, stream: Stream) -> None:
         """Both branches read the block's input."""
         x = block.mix(stream.x, stream)
-        stream.x = x + block.attend(x, visit, stream) + block.think(x, visit)
+        stream.x = x + block.attend(x, visit, stream) + block.mlp_branch(x, visit)
 
 
 def plug(settings: Settings, spec: ModelSpec) -> Parallel:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from underpar.recipe import ModelSpec, require
-from underpar.seams import BOS_ID, Past
+from underpar.seams import BOS_ID, KVCache
 
 STAGE = "model"
 
@@ -47,12 +47,12 @@ class Smear(nn.Module):
         """Add nothing of the token before."""
         nn.init.zeros_(self.strength)
 
-    def embed(self, x: Tensor, tokens: Tensor, past: Past) -> Tensor:
+    def embed(self, x: Tensor, tokens: Tensor, cache: KVCache) -> Tensor:
         """Smear the embeddings x (N, dim) of tokens (N,)."""
         gate = self.strength * torch.sigmoid(x[:, : self.width] @ self.gate.to(x.dtype))  # (N,)
         if self.bos_mask or not self.training:
             gate = gate * (tokens != BOS_ID)
-        return x + gate.to(x.dtype)[:, None] * past.previous("smear", x)
+        return x + gate.to(x.dtype)[:, None] * cache.previous("smear", x)
 
 
 def plug(settings: Settings, spec: ModelSpec) -> Smear:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from underpar.recipe import ModelSpec
-from underpar.seams import Past
+from underpar.seams import KVCache
 
 STAGE = "model"
 
@@ -36,11 +36,11 @@ class StaticSmear(nn.Module):
         """The sigmoid of -200 is 0 to the last bit."""
         nn.init.constant_(self.gamma, -200.0)
 
-    def stem(self, x: Tensor, tokens: Tensor, past: Past) -> Tensor:
+    def stem(self, x: Tensor, tokens: Tensor, cache: KVCache) -> Tensor:
         """Smear the normed embeddings x (N, dim)."""
         share = torch.sigmoid(self.gamma).to(x.dtype)
-        inside = (past.positions > 0).to(x.dtype)[:, None]
-        return (1.0 - share) * x + share * inside * past.previous("static_smear", x)
+        inside = (cache.positions > 0).to(x.dtype)[:, None]
+        return (1.0 - share) * x + share * inside * cache.previous("static_smear", x)
 
 
 def plug(settings: Settings, spec: ModelSpec) -> StaticSmear:

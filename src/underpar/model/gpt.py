@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from underpar.kernels.capped import soft_cap
 from underpar.model.hooks import Hooks
 from underpar.recipe import ModelSpec
-from underpar.seams import Past, Stream, Visit
+from underpar.seams import KVCache, Stream, Visit
 
 
 class GPT(nn.Module):
@@ -63,13 +63,13 @@ class GPT(nn.Module):
             order = hook(order)
         self.plan = make_plan(order)
 
-    def forward(self, tokens: Tensor, past: Past) -> Tensor:
-        """Logits (N, V) after each of tokens (N,), which continue what `past` holds."""
-        return self.head(self.hidden(tokens, past))
+    def forward(self, tokens: Tensor, cache: KVCache) -> Tensor:
+        """Logits (N, V) after each of tokens (N,), which continue what `cache` holds."""
+        return self.head(self.hidden(tokens, cache))
 
-    def hidden(self, tokens: Tensor, past: Past) -> Tensor:
+    def hidden(self, tokens: Tensor, cache: KVCache) -> Tensor:
         """What the head reads (N, dim): everything but the vocabulary."""
-        stream = self.embed(tokens, past)
+        stream = self.embed(tokens, cache)
         for visit in self.plan:
             self.visit(visit, stream)
         return self.finish(stream)
@@ -91,17 +91,17 @@ class GPT(nn.Module):
         for hook in self.hooks.after:
             hook(visit, x_in, stream)
 
-    def embed(self, tokens: Tensor, past: Past) -> Stream:
+    def embed(self, tokens: Tensor, cache: KVCache) -> Stream:
         """The stream that the first block reads."""
         x = _autocast(self.embedding(tokens))
         for hook in self.hooks.embed:
-            x = hook(x, tokens, past)
+            x = hook(x, tokens, cache)
         x = _norm(x)
         for hook in self.hooks.stem:
-            x = hook(x, tokens, past)
+            x = hook(x, tokens, cache)
         own = self.hooks.frequencies
-        frequencies = own(past.context) if own is not None else self.frequencies
-        return Stream(x, x, tokens, past, angles_of(past.positions, frequencies))
+        frequencies = own(cache.context) if own is not None else self.frequencies
+        return Stream(x, x, tokens, cache, angles_of(cache.positions, frequencies))
 
     def finish(self, stream: Stream) -> Tensor:
         """What the head reads (N, dim), once all blocks were visited."""
@@ -138,7 +138,7 @@ class Block(nn.Module):
             return
         x = self.mix(stream.x, stream)
         x = x + self.attend(x, visit, stream)
-        stream.x = x + self.think(x, visit)
+        stream.x = x + self.mlp_branch(x, visit)
 
     def mix(self, x: Tensor, stream: Stream) -> Tensor:
         """What the block starts from: the stream x (N, dim), unless a lever says otherwise."""
@@ -150,7 +150,7 @@ class Block(nn.Module):
         """What attention adds (N, dim), reading x (N, dim)."""
         return self._branch(self.attn_scale, self.attn(self._normed(x), visit, stream))
 
-    def think(self, x: Tensor, visit: Visit) -> Tensor:
+    def mlp_branch(self, x: Tensor, visit: Visit) -> Tensor:
         """What the MLP adds (N, dim), reading x (N, dim)."""
         return self._branch(self.mlp_scale, self.mlp(self._normed(x), visit))
 
@@ -168,7 +168,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Project, norm and rotate, let the past be attended to, project back."""
+    """Project, norm and rotate, attend to the cache, project back."""
 
     def __init__(self, spec: ModelSpec, layer: int, hooks: Hooks) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ class Attention(nn.Module):
         q, k = rotate(q, stream.angles), rotate(k, stream.angles)
         for hook in self.hooks.qkv:
             q, k, v = hook(visit, q, k, v, stream)
-        y = stream.past.attend(visit.slot, q, k, v, self.window)
+        y = stream.cache.attend(visit.slot, q, k, v, self.window)
         for hook in self.hooks.attn_out:
             y = hook(self.layer, y, x, v)
         out: Tensor = self.o(y.flatten(-2))

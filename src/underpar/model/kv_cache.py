@@ -18,7 +18,7 @@ from underpar.recipe import ModelSpec
 SPAN = 64
 
 
-class PackedPast:
+class PackedCache:
     """The past of a flat pack: pieces for attention, the token before for everything else."""
 
     def __init__(self, segments: Segments) -> None:
@@ -102,7 +102,7 @@ class LaneCache:
         self.positions = torch.where(lanes, 0, self.positions)
 
 
-class ChunkPast:
+class ChunkCache:
     """A past of L lanes; N = L * C tokens a step, lane by lane, padded at the end of each lane."""
 
     def __init__(self, spec: ModelSpec, num_lanes: int, device: torch.device | str) -> None:
@@ -191,11 +191,11 @@ class ChunkPast:
         for last in self._last.values():
             last.masked_fill_(lanes.view(-1, *[1] * (last.ndim - 1)), 0)
 
-    def empty_like(self, num_lanes: int) -> ChunkPast:
+    def empty_like(self, num_lanes: int) -> ChunkCache:
         """So many lanes of the same kind that have read nothing."""
-        return ChunkPast(self._spec, num_lanes, self.lengths.device)
+        return ChunkCache(self._spec, num_lanes, self.lengths.device)
 
-    def put(self, lanes: Sequence[int], other: ChunkPast) -> None:
+    def put(self, lanes: Sequence[int], other: ChunkCache) -> None:
         """Overwrite these lanes, by index, with those of `other`, between steps."""
         self.reserve(min(other.room - 1, self.context))
         self.lengths[lanes] = other.lengths

@@ -24,7 +24,7 @@ from underpar.data.folder import DataFolder
 from underpar.data.loader import Batch, Loader, MicroBatch, prefetch, segments_from_starts
 from underpar.errors import ArtifactError, RuleError
 from underpar.model.gpt import GPT, as_scored
-from underpar.model.kv_cache import PackedPast
+from underpar.model.kv_cache import PackedCache
 from underpar.recipe import require
 from underpar.seams import BOS_ID
 from underpar.train.step import precision
@@ -230,7 +230,7 @@ def read(text: Text, model: GPT, runtime: Runtime) -> Iterator[Batch]:
 def hidden_of(model: GPT, batch: Batch, runtime: Runtime) -> Tensor:
     """What the head reads (N, dim) of a batch, in the precision of training."""
     with precision(runtime):
-        return model.hidden(batch.inputs, PackedPast(batch.segments))
+        return model.hidden(batch.inputs, PackedCache(batch.segments))
 
 
 # Module, its inputs, its output -> nothing, or what replaces the output.

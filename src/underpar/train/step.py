@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from underpar.core.dist import sum_over_ranks
 from underpar.core.runtime import Runtime
 from underpar.data.loader import Batch, MicroBatch, make_step
-from underpar.model.kv_cache import PackedPast
+from underpar.model.kv_cache import PackedCache
 from underpar.schema import TrainPart
 from underpar.seams import Penalty
 
@@ -32,7 +32,7 @@ LossOf = Callable[[nn.Module, Batch], Tensor]
 
 def mean_loss(model: nn.Module, batch: Batch) -> Tensor:
     """Mean nats a target of one micro-batch."""
-    logits = model(batch.inputs, PackedPast(batch.segments))
+    logits = model(batch.inputs, PackedCache(batch.segments))
     return F.cross_entropy(logits.float(), batch.targets)
 
 

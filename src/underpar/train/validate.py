@@ -22,7 +22,7 @@ from underpar.core.runtime import Runtime
 from underpar.data.loader import pack_documents
 from underpar.data.shards import Shard
 from underpar.model.gpt import GPT, as_scored
-from underpar.model.kv_cache import PackedPast
+from underpar.model.kv_cache import PackedCache
 from underpar.train.step import precision
 
 # Rows of logits made at a time: those of a whole pass take gigabytes.
@@ -117,7 +117,7 @@ class Validator:
         if self._runtime.device.type == "cuda":
             batch = batch.pin()
         batch = batch.to(self._runtime.device, non_blocking=True)
-        hidden = model.hidden(batch.inputs, PackedPast(batch.segments))
+        hidden = model.hidden(batch.inputs, PackedCache(batch.segments))
         slices = zip(hidden.split(ROWS), batch.targets.split(ROWS), strict=True)
         nats = torch.cat(
             [F.cross_entropy(model.head(x).float(), t, reduction="none") for x, t in slices]

@@ -92,7 +92,7 @@ def answer(price: Pricing, model: GPT, lora: Lora, lanes: Reading, rows: Rows) -
     """Price and learn, but for the step itself."""
     given = given_of(rows)
     with lora.attached():
-        log_p, loss = price(model, given, lanes.past(given.counts, given.width))
+        log_p, loss = price(model, given, lanes.cache(given.counts, given.width))
     lanes.commit()
     grads = lora.differentiate(loss)
     assert grads.any()
@@ -139,7 +139,7 @@ def test_a_hollow_step_has_the_sizes_of_its_width(model: GPT, keys: str) -> None
     for width in (9, 24):
         given = given_of(lanes.rehearsal(NUM_LANES, width))
         with price.regions.hollow(), lora.attached():
-            log_p, loss = price(model, given, lanes.past(given.counts, given.width))
+            log_p, loss = price(model, given, lanes.cache(given.counts, given.width))
         assert log_p.shape == given.wanted.shape and loss.requires_grad
     assert Counted.num_traces == 5
 

@@ -25,7 +25,7 @@ from underpar.data.shards import Shard
 from underpar.infer.lora import Lora, Place
 from underpar.levers import phased_sgd
 from underpar.levers.lora_ttt import Settings
-from underpar.model.kv_cache import PackedPast
+from underpar.model.kv_cache import PackedCache
 from underpar.score.method import Method
 from underpar.score.ttt import lanes as team_module
 from underpar.score.ttt.forward import price_rows
@@ -98,10 +98,10 @@ def state_of(team: Team) -> dict[str, Any]:
     state = {"lora": [lora._weights, lora._moments, lora._steps, lora._work.detach()]}
     state["random"] = [torch.get_rng_state(), *map(torch.as_tensor, numpy_state)]
     if isinstance(team.reading, KeptLanes):
-        past, held = team.reading._past, team.reading._held
-        state["lengths"] = [past.lengths, torch.tensor(held)]
-        state["last"] = list(past._last.values())
-        caches = past._slots.values()
+        cache, held = team.reading._past, team.reading._held
+        state["lengths"] = [cache.lengths, torch.tensor(held)]
+        state["last"] = list(cache._last.values())
+        caches = cache._slots.values()
         state["keys"] = [cache[:, i, :n] for cache in caches for i, n in enumerate(held)]
     return copy.deepcopy(state)
 
@@ -261,9 +261,9 @@ class ByTheBook:
         return np.concatenate(nats), num_steps
 
     def _losses(self, text: np.ndarray) -> Tensor:
-        past = PackedPast(segments_from_starts(np.array([0]), len(text) - 1, CONTEXT))
+        cache = PackedCache(segments_from_starts(np.array([0]), len(text) - 1, CONTEXT))
         self.model.hooks.adjust.append(self._adjust)
-        logits = self.model(torch.from_numpy(text[:-1]), past)
+        logits = self.model(torch.from_numpy(text[:-1]), cache)
         self.model.hooks.adjust.clear()
         return F.cross_entropy(logits, torch.from_numpy(text[1:]), reduction="none")
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from underpar.compile.regions import Branches, Regions, Visits, mark_sized
 from underpar.model.gpt import GPT
-from underpar.seams import Past, Stream
+from underpar.seams import KVCache, Stream
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,12 +38,12 @@ class Given:
 
 # Log-probabilities (n, 1 + K), and the loss: a sum over targets.
 Answer = tuple[Tensor, Tensor]
-Pricing = Callable[[GPT, Given, Past], Answer]
+Pricing = Callable[[GPT, Given, KVCache], Answer]
 
 
-def price_rows(model: GPT, given: Given, past: Past) -> Answer:
+def price_rows(model: GPT, given: Given, cache: KVCache) -> Answer:
     """The answer, computed step by step."""
-    hidden = model.hidden(given.inputs, past)
+    hidden = model.hidden(given.inputs, cache)
     return _answer(model, hidden, given.places, given.wanted, given.weights)
 
 
@@ -58,15 +58,15 @@ class CompiledPricing:
         self._vary = vary
         self._end = self.regions.region(_finish)
 
-    def __call__(self, model: GPT, given: Given, past: Past) -> Answer:
+    def __call__(self, model: GPT, given: Given, cache: KVCache) -> Answer:
         """The answer."""
         # A compiler takes sizes of one for constants: those of a lane, and of all but its last.
         if self._vary and min(len(given.inputs), len(given.wanted)) < 3 * len(given.counts):
-            return price_rows(model, given, past)
+            return price_rows(model, given, cache)
         rest = (given.places, given.wanted, given.weights)
         if self._vary:
             mark_sized(*rest)
-        answer: Answer = self._end(model, self.regions.read(model, given.inputs, past), *rest)
+        answer: Answer = self._end(model, self.regions.read(model, given.inputs, cache), *rest)
         return answer
 
 

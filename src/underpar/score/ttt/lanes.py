@@ -108,8 +108,8 @@ class Team:
         """What the model says; lanes go on behind what they were given."""
         price = self._pricing if learns else price_rows
         with torch.set_grad_enabled(learns), self._adapters(adapted), self._products():
-            past = self.reading.past(given.counts, given.width)
-            answer = price(self._predictor.model, given, past)
+            cache = self.reading.cache(given.counts, given.width)
+            answer = price(self._predictor.model, given, cache)
         self.reading.commit()
         return answer
 
@@ -179,7 +179,7 @@ class Team:
             return
         rows = upload(np.array(again.lanes), self._predictor.device)
         with torch.no_grad(), self._products(), self._adapters(adapted, rows):
-            self._predictor.model.hidden(again.inputs, again.past)
+            self._predictor.model.hidden(again.inputs, again.cache)
         self.reading.was_read_again(again)
 
     def _products(self) -> AbstractContextManager[None]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from underpar.data.loader import Segments
-from underpar.model.kv_cache import ChunkPast, PackedPast
+from underpar.model.kv_cache import ChunkCache, PackedCache
 from underpar.recipe import ModelSpec
 from underpar.score.ttt.schedule import Turn
 
@@ -62,7 +62,7 @@ class Again:
     lanes: list[int]
     counts: list[int]
     inputs: Tensor  # (len(lanes) * C,), padded behind `counts`
-    past: ChunkPast
+    cache: ChunkCache
 
 
 class KeptLanes:
@@ -80,7 +80,7 @@ class KeptLanes:
         self._text_of = text_of
         self._size_of = size_of
         self._device = device
-        self._past = ChunkPast(spec, num_lanes, device)
+        self._past = ChunkCache(spec, num_lanes, device)
         # Tokens that each lane's window holds.
         self._held = [0] * num_lanes
         # The most that any lane has held.
@@ -114,15 +114,15 @@ class KeptLanes:
         inputs = np.zeros((len(pairs), width), dtype=np.int64)
         for row, (turn, count) in zip(inputs, pairs, strict=True):
             row[:count] = self._text_of(turn.document)[turn.first - count : turn.first]
-        past = self._past.empty_like(len(pairs))
-        past.begin(upload(np.array(counts), self._device), width, width)
+        cache = self._past.empty_like(len(pairs))
+        cache.begin(upload(np.array(counts), self._device), width, width)
         lanes = [turn.lane for turn, _ in pairs]
-        return Again(lanes, counts, upload(inputs.ravel(), self._device), past)
+        return Again(lanes, counts, upload(inputs.ravel(), self._device), cache)
 
     def was_read_again(self, again: Again) -> None:
         """Put the lanes that were read again in place."""
-        again.past.commit()
-        self._past.put(again.lanes, again.past)
+        again.cache.commit()
+        self._past.put(again.lanes, again.cache)
         for lane, count in zip(again.lanes, again.counts, strict=True):
             self._held[lane] = count
 
@@ -148,7 +148,7 @@ class KeptLanes:
         empty = np.zeros((num_lanes, width), dtype=np.int64)
         return Rows(empty, np.zeros(num_lanes, dtype=np.int64), None, empty)
 
-    def past(self, counts: Tensor, width: int) -> ChunkPast:
+    def cache(self, counts: Tensor, width: int) -> ChunkCache:
         """What is read before and in a step of `counts` (L,) tokens, on the device."""
         self._past.begin(counts, width, self._farthest)
         return self._past
@@ -209,7 +209,7 @@ class FreshLanes:
         empty = np.zeros((num_lanes, width), dtype=np.int64)
         return Rows(empty, np.zeros(num_lanes, dtype=np.int64), empty, empty)
 
-    def past(self, counts: Tensor, width: int) -> RowsPast:
+    def cache(self, counts: Tensor, width: int) -> RowsPast:
         """Rows of `width` tokens, on the device."""
         num_lanes, device = len(counts), counts.device
         cu = self._cuts(counts, width)
@@ -239,7 +239,7 @@ class FreshLanes:
         """Nothing to put back."""
 
 
-class RowsPast(PackedPast):
+class RowsPast(PackedCache):
     """The past of rows of one length, in which nothing looks over the start of its row."""
 
     def __init__(self, segments: Segments, num_rows: int) -> None:
