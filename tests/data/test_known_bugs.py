@@ -37,9 +37,9 @@ from small_data import (
 from underpar.audit import rules
 from underpar.audit.finding import FAIL, NOT_SHOWN, PASS, Finding
 from underpar.core.runtime import Clock, Runtime
+from underpar.data.batch import Batch
 from underpar.data.build import BuildOptions, build_data
 from underpar.data.folder import DataFolder, load_data
-from underpar.data.loader import Batch
 from underpar.data.published.exchange import ImportOptions, export_published, import_published
 from underpar.data.published.export import PublishedWriter
 from underpar.data.published.files import check_known_val, split_files

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from underpar.data.published.files import open_published
 from underpar.data.shards import CHANGED, Shard, open_shard
 from underpar.data.tokens.tokenizer import Tokenizer, open_tokenizer, read_model
+from underpar.data.value_files import open_values
 from underpar.errors import DataError
 
 FORMAT = 2
@@ -158,7 +158,7 @@ def _check_document_bytes(
 
 def _check_sidecar(path: Path, shard: Shard, manifest: dict[str, Any]) -> None:
     _expect(path, "SHA-256", hash_file(path), manifest, "val.sidecar_sha256")
-    weights = open_published(path, None)
+    weights = open_values(path)
     if len(weights) != shard.num_tokens:
         raise DataError(f"{path}: {len(weights)} entries for {shard.num_tokens} tokens")
     excess = _excess_bytes(shard, lambda cut: weights[cut])

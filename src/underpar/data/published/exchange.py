@@ -43,6 +43,7 @@ from underpar.data.published.files import (
 from underpar.data.shards import CHANGED, Columns
 from underpar.data.tokens.tokenizer import Tokenizer, open_tokenizer, read_model
 from underpar.data.transforms import IDENTITY
+from underpar.data.value_files import open_values
 from underpar.errors import DataError
 from underpar.seams import BOS_ID
 
@@ -227,5 +228,5 @@ def _describe_tokenizer(tokenizer: Tokenizer, name: str) -> ExportedTokenizer:
 
 def _val_weights(data: DataFolder, source: Path) -> npt.NDArray[Any]:
     if data.manifest["val"]["ledger"] == "sidecar":
-        return open_published(source / sidecar_name("val"), None)
+        return open_values(source / sidecar_name("val"))
     return data.tokenizer.token_bytes[data.val.tokens]

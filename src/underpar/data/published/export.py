@@ -10,15 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from underpar.data.published.export_manifest import SplitStats
-from underpar.data.published.files import (
-    HEADER_BYTES,
-    HEADER_INTS,
-    MAGIC,
-    PUBLISHED_SHARD_TOKENS,
-    SPECIAL_IDS,
-    SPLITS,
-    VERSION,
-)
+from underpar.data.published.files import PUBLISHED_SHARD_TOKENS, SPECIAL_IDS, SPLITS
+from underpar.data.value_files import HEADER_BYTES, HEADER_INTS, MAGIC, VERSION
 from underpar.errors import DataError
 from underpar.seams import BOS_ID
 
