@@ -162,8 +162,8 @@ def test_a_sidecar_gives_the_bytes_of_its_tokens(token_file: Path) -> None:
     tokens = open_published(token_file, VOCAB_SIZE)
     assert open_sidecar(token_file, tokens) is None
     write_raw(token_file.with_name("fineweb_val_bytes_000000.bin"), WEIGHTS)
-    weights = open_sidecar(token_file, tokens)
-    assert weights is not None and weights.tolist() == WEIGHTS
+    source_bytes = open_sidecar(token_file, tokens)
+    assert source_bytes is not None and source_bytes.tolist() == WEIGHTS
 
 
 def test_a_sidecar_that_does_not_fit_is_refused(token_file: Path) -> None:

@@ -187,10 +187,10 @@ def _read_split(
         by_table = tokenizer.token_bytes[tokens]
         counted = np.add.reduceat(by_table, starts - starts[0], dtype=np.int64)
         doc_bytes = shard.doc_bytes[first:last]
-        weights = by_table if sidecar is None else sidecar[starts[0] : end].astype(np.int32)
+        source_bytes = by_table if sidecar is None else sidecar[starts[0] : end].astype(np.int32)
         yield Columns(
             tokens=tokens,
-            weights=weights if split == "val" else None,
+            source_bytes=source_bytes if split == "val" else None,
             counts=np.diff(starts, append=end),
             doc_bytes=doc_bytes,
             doc_hashes=shard.doc_hashes[first:last],

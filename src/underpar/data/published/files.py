@@ -99,15 +99,15 @@ def open_sidecar(
     # A link to nowhere is a sidecar that cannot be read, not one that is absent.
     if not os.path.lexists(path):
         return None
-    weights = open_values(path)
-    if len(weights) != len(tokens):
-        raise DataError(f"{path}: {len(weights)} entries for {len(tokens)} tokens")
-    wrong = np.flatnonzero((tokens == bos_id) & (weights != 0))
+    source_bytes = open_values(path)
+    if len(source_bytes) != len(tokens):
+        raise DataError(f"{path}: {len(source_bytes)} entries for {len(tokens)} tokens")
+    wrong = np.flatnonzero((tokens == bos_id) & (source_bytes != 0))
     if wrong.size:
         raise DataError(
-            f"{path}: the BOS at token {wrong[0]} has {weights[wrong[0]]} bytes, expected 0"
+            f"{path}: the BOS at token {wrong[0]} has {source_bytes[wrong[0]]} bytes, expected 0"
         )
-    return weights
+    return source_bytes
 
 
 def document_table(tokens: npt.NDArray[np.uint16], bos_id: int = BOS_ID) -> npt.NDArray[np.int64]:
