@@ -12,7 +12,7 @@ from underpar.build.artifact import build_tokenizer, read_artifact
 from underpar.build.model import build_predictor
 from underpar.codec.stream import Codec
 from underpar.core.runtime import open_runtime
-from underpar.data.loader import pack_documents
+from underpar.data.batch import pack_documents
 from underpar.errors import DataError
 from underpar.infer.generate import Sampling, generate
 from underpar.recipe import Recipe

@@ -136,7 +136,7 @@ class TextTransform(Protocol):
     def inverse(self, text: str) -> str:
         """The source text; a DataError where `text` is none that `forward` gives."""
 
-    def weights(self, text: str) -> npt.NDArray[np.int64]:
+    def source_bytes(self, text: str) -> npt.NDArray[np.int64]:
         """The byte law: source bytes behind each code point of a transformed text."""
 
 

@@ -21,8 +21,9 @@ from underpar.build.model import build_model, weight_shapes
 from underpar.core.run_folder import RunFolder
 from underpar.core.runtime import Runtime
 from underpar.core.tensor_files import read_tensors
+from underpar.data.batch import Batch
 from underpar.data.folder import load_data
-from underpar.data.loader import Batch, MicroBatch
+from underpar.data.loader import MicroBatch
 from underpar.data.made_up import made_up_batch
 from underpar.quant.rounding import as_rows, row_steps
 from underpar.quant.rules import quantize_model

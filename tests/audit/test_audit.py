@@ -22,8 +22,8 @@ from underpar.build.scoring import Way, mixture_of, open_method, run_method
 from underpar.codec.stream import Codec
 from underpar.core.run_folder import RunFolder
 from underpar.core.runtime import Runtime
+from underpar.data.batch import Batch
 from underpar.data.folder import load_data
-from underpar.data.loader import Batch
 from underpar.data.shards import Shard
 from underpar.errors import CodecError, RunError
 from underpar.infer.experts import Expert, Proposals

@@ -15,7 +15,7 @@ from underpar.artifact.unpack import Artifact
 from underpar.audit import order
 from underpar.build.scoring import Way, mixture_of, open_method, run_method
 from underpar.core.runtime import Runtime
-from underpar.data.loader import Batch
+from underpar.data.batch import Batch
 from underpar.data.shards import Shard
 from underpar.infer.experts import Ints, Proposals
 from underpar.infer.ngram import CountExpert

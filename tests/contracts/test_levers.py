@@ -26,7 +26,7 @@ from underpar.build.model import build_model
 from underpar.core.run_folder import RunFolder
 from underpar.core.runtime import Runtime
 from underpar.core.tensor_files import read_tensors
-from underpar.data.loader import Batch
+from underpar.data.batch import Batch
 from underpar.infer.predictor import Predictor
 from underpar.levers import lever_module
 from underpar.model.gpt import GPT

@@ -264,10 +264,10 @@ def test_a_sidecar_that_disagrees_with_the_text_is_refused(
     root = folders("bpe")
     files = Path(shutil.copytree(token_files(root / "export"), tmp_path / "files"))
     path = files / "fineweb_val_bytes_000000.bin"
-    weights = read_published(path)
+    source_bytes = read_published(path)
     size = int(load_data(root / "data").val.doc_bytes[0])
     for change in (1, -1):
-        write_published(path, [0, weights[1] + change, *weights[2:]])
+        write_published(path, [0, source_bytes[1] + change, *source_bytes[2:]])
         assert refusal(files, tmp_path / "out", options_for("bpe", root / "export")) == (
             f"{files}/fineweb_val_000000.bin: document 0 decodes to {size} bytes, its tokens are "
             f"counted as {size + change}; its sidecar is wrong or missing"

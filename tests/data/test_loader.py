@@ -14,19 +14,16 @@ from test_order import LENGTHS, make_shard
 
 from underpar.core.run_folder import RunFolder
 from underpar.core.runtime import Runtime
+from underpar.data.batch import Batch, Segments, pack_documents, segments_from_starts
 from underpar.data.folder import load_data
 from underpar.data.loader import (
     CU_BUCKET,
-    Batch,
     Loader,
     MicroBatch,
     Place,
-    Segments,
     make_step,
     micros_of_rank,
-    pack_documents,
     prefetch,
-    segments_from_starts,
 )
 from underpar.data.shards import Shard
 from underpar.errors import DataError, RecipeError

@@ -23,6 +23,7 @@ from underpar.data.published.files import (
     split_files,
     target_counts,
 )
+from underpar.data.value_files import open_values
 from underpar.errors import DataError
 
 VOCAB_SIZE = 300
@@ -95,9 +96,9 @@ def test_a_file_cut_short_is_refused(token_file: Path, num_bytes: int) -> None:
 
 def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
     with refused(r"gone\.bin: token file cannot be read: No such file"):
-        open_published(tmp_path / "gone.bin", None)
+        open_values(tmp_path / "gone.bin")
     with refused("token file cannot be read: Is a directory"):
-        open_published(tmp_path, None)
+        open_values(tmp_path)
 
 
 def test_the_first_wrong_value_is_named_in_any_chunk(
@@ -115,7 +116,7 @@ def test_the_first_wrong_value_is_named_in_any_chunk(
 
 def test_only_a_limit_refuses_values(tmp_path: Path) -> None:
     path = write_raw(tmp_path / "a.bin", [0, 65_535])
-    assert open_published(path, None).tolist() == [0, 65_535]
+    assert open_values(path).tolist() == [0, 65_535]
     assert open_published(path, 65_536).tolist() == [0, 65_535]
     with refused("token 1 is id 65535"):
         open_published(path, 65_535)
@@ -138,7 +139,7 @@ def test_a_split_is_its_token_files_without_sidecars(tmp_path: Path) -> None:
     assert [file.name for file in split_files(tmp_path, "train")] == ["fineweb_train_000000.bin"]
     # The pattern of the published readers would have read the sidecars as tokens.
     assert len(list(tmp_path.glob("fineweb_val_*.bin"))) == 24
-    sidecar = open_published(sidecar_of(tmp_path / names[0]), None)
+    sidecar = open_values(sidecar_of(tmp_path / names[0]))
     with refused("begins with id 0, expected BOS"):
         document_table(sidecar)
 
@@ -161,8 +162,8 @@ def test_a_sidecar_gives_the_bytes_of_its_tokens(token_file: Path) -> None:
     tokens = open_published(token_file, VOCAB_SIZE)
     assert open_sidecar(token_file, tokens) is None
     write_raw(token_file.with_name("fineweb_val_bytes_000000.bin"), WEIGHTS)
-    weights = open_sidecar(token_file, tokens)
-    assert weights is not None and weights.tolist() == WEIGHTS
+    source_bytes = open_sidecar(token_file, tokens)
+    assert source_bytes is not None and source_bytes.tolist() == WEIGHTS
 
 
 def test_a_sidecar_that_does_not_fit_is_refused(token_file: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from underpar.data.loader import segments_from_starts
+from underpar.data.batch import segments_from_starts
 from underpar.errors import RecipeError
 from underpar.model.gpt import GPT, angles_of, frequencies_of, make_plan, rotate
 from underpar.model.kv_cache import PackedCache

@@ -17,8 +17,8 @@ from underpar.build.levers import resolve_levers
 from underpar.build.model import build_model
 from underpar.core.runtime import Runtime
 from underpar.core.tensor_files import read_tensors
+from underpar.data.batch import Batch
 from underpar.data.folder import DataFolder, load_data
-from underpar.data.loader import Batch
 from underpar.errors import ArtifactError, RuleError
 from underpar.model.gpt import GPT
 from underpar.model.kv_cache import PackedCache

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from underpar.build.levers import lever_settings, plug_levers
 from underpar.build.model import build_model
 from underpar.core.runtime import Runtime
-from underpar.data.loader import Batch, MicroBatch, micros_of_rank
+from underpar.data.batch import Batch
+from underpar.data.loader import MicroBatch, micros_of_rank
 from underpar.data.made_up import made_up_batch
 from underpar.errors import RecipeError
 from underpar.levers.qat_lite import BITS, SIGMAS, QatLite, Settings, plug

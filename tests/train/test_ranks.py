@@ -30,8 +30,9 @@ from underpar.core.dist import (
 from underpar.core.run_folder import RunFolder
 from underpar.core.runtime import Runtime, open_runtime
 from underpar.core.tensor_files import read_tensors
+from underpar.data.batch import Batch
 from underpar.data.folder import load_data
-from underpar.data.loader import Batch, Loader
+from underpar.data.loader import Loader
 from underpar.errors import UnderparError
 from underpar.quant.files import read_measured
 from underpar.recipe import load_recipe

@@ -10,8 +10,9 @@ import torch
 from underpar.build.levers import resolve_levers
 from underpar.core.run_folder import RunFolder
 from underpar.core.runtime import Runtime
+from underpar.data.batch import Batch
 from underpar.data.folder import load_data
-from underpar.data.loader import Batch, Loader, MicroBatch, make_step
+from underpar.data.loader import Loader, MicroBatch, make_step
 from underpar.recipe import Recipe, TrainPart, load_recipe
 from underpar.stages.train import make_trainer, train_run
 from underpar.train.feed import Feed

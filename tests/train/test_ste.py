@@ -20,8 +20,9 @@ from underpar.compile import regions as compiled
 from underpar.core.run_folder import RunFolder
 from underpar.core.runtime import Runtime
 from underpar.core.tensor_files import read_tensors
+from underpar.data.batch import Batch
 from underpar.data.folder import load_data
-from underpar.data.loader import Batch, MicroBatch
+from underpar.data.loader import MicroBatch
 from underpar.data.made_up import made_up_batch
 from underpar.errors import RecipeError
 from underpar.levers.ste import NEUTRAL, Settings, plug, round_rows

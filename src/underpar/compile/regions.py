@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from underpar.compile.deferred import kernels_later, outputs_like
 from underpar.compile.tracer import Compiler, Recorded, autocasts, settings_of
-from underpar.data.loader import Batch
+from underpar.data.batch import Batch
 from underpar.kernels.capped import capped_cross_entropy
 from underpar.model.gpt import GPT, Block
 from underpar.model.kv_cache import PackedCache

@@ -78,7 +78,7 @@ class Preparer:
         return Columns(
             tokens=pieces.tokens.astype(token_dtype(self.tokenizer.vocab_size)),
             # Only validation is scored by the byte; elsewhere they would just travel.
-            weights=pieces.weights if split == "val" else None,
+            source_bytes=pieces.source_bytes if split == "val" else None,
             counts=pieces.counts,
             doc_bytes=doc_bytes,
             doc_hashes=np.frombuffer(hashes, dtype=np.uint8).reshape(-1, 32),
@@ -88,7 +88,7 @@ class Preparer:
 
     def _check_bytes(self, pieces: Pieces, doc_bytes: npt.NDArray[np.int64]) -> int:
         firsts = np.cumsum(pieces.counts) - pieces.counts
-        counted = np.add.reduceat(pieces.weights, firsts, dtype=np.int64)
+        counted = np.add.reduceat(pieces.source_bytes, firsts, dtype=np.int64)
         # A normalizer may drop whitespace at a document's edges, which then belongs to no token.
         wrong = np.where(pieces.changed, counted > doc_bytes, counted != doc_bytes)
         assert not wrong.any(), "the ledger does not add up to the text"

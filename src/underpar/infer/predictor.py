@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from underpar.data.loader import Batch
+from underpar.data.batch import Batch
 from underpar.errors import RuleError
 from underpar.infer.sgd import ROWS, backward, gradients_on, products
 from underpar.model.gpt import GPT

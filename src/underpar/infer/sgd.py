@@ -21,7 +21,7 @@ from torch import Tensor
 
 from underpar.core.dist import sum_over_ranks
 from underpar.core.runtime import Runtime
-from underpar.data.loader import Batch, segments_from_starts
+from underpar.data.batch import Batch, segments_from_starts
 from underpar.model.gpt import GPT
 from underpar.model.kv_cache import PackedCache
 from underpar.recipe import require

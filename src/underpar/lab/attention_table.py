@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from underpar.core.runtime import Runtime, open_runtime
-from underpar.data.loader import Segments, segments_from_starts
+from underpar.data.batch import Segments, segments_from_starts
 from underpar.kernels.attention import attend, available
 
 HEADS = (8, 4, 4)

@@ -16,7 +16,7 @@ import torch
 
 from underpar.build.levers import find_lever, lever_names
 from underpar.build.model import build_model
-from underpar.data.loader import segments_from_starts
+from underpar.data.batch import segments_from_starts
 from underpar.lab.flops import count_flops
 from underpar.model.kv_cache import PackedCache
 from underpar.recipe import ModelSpec, Recipe

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from underpar.data.loader import Segments
+from underpar.data.batch import Segments
 from underpar.kernels.attention import attend
 from underpar.kernels.lane_attention import Place, attend_lanes
 from underpar.recipe import ModelSpec

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from underpar.core.dist import sum_over_ranks
 from underpar.core.runtime import Runtime
+from underpar.data.batch import Batch
 from underpar.data.folder import DataFolder
-from underpar.data.loader import Batch, Loader, Place, prefetch
+from underpar.data.loader import Loader, Place, prefetch
 from underpar.errors import ArtifactError
 from underpar.model.gpt import GPT, as_scored
 from underpar.quant.calibration import hidden_of, require_training_split

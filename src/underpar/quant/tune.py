@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from underpar.core.dist import sum_over_ranks
 from underpar.core.runtime import Runtime
-from underpar.data.loader import Batch
+from underpar.data.batch import Batch
 from underpar.errors import ArtifactError, RecipeError
 from underpar.model.gpt import GPT, as_scored
 from underpar.quant.calibration import Text, hidden_of, read

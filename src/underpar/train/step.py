@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from underpar.core.dist import sum_over_ranks
 from underpar.core.runtime import Runtime
-from underpar.data.loader import Batch, MicroBatch, make_step
+from underpar.data.batch import Batch
+from underpar.data.loader import MicroBatch, make_step
 from underpar.model.kv_cache import PackedCache
 from underpar.schema import TrainPart
 from underpar.seams import Penalty

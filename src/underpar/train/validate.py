@@ -19,7 +19,7 @@ from torch import Tensor
 
 from underpar.core.dist import sum_over_ranks
 from underpar.core.runtime import Runtime
-from underpar.data.loader import pack_documents
+from underpar.data.batch import pack_documents
 from underpar.data.shards import Shard
 from underpar.model.gpt import GPT, as_scored
 from underpar.model.kv_cache import PackedCache

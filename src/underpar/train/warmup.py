@@ -14,7 +14,8 @@ from torch import Tensor
 from underpar.compile.regions import CompiledLoss
 from underpar.compile.startup import end_warm_up
 from underpar.core.runtime import Runtime
-from underpar.data.loader import Batch, Loader, MicroBatch
+from underpar.data.batch import Batch
+from underpar.data.loader import Loader, MicroBatch
 from underpar.data.made_up import made_up_batch
 from underpar.model.gpt import GPT
 from underpar.schema import TrainPart

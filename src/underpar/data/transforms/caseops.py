@@ -59,18 +59,18 @@ class CaseOps:
         """The text that `forward` was given; an impossible operator is refused."""
         return _WRITTEN.sub(_read_item, text)
 
-    def weights(self, text: str) -> npt.NDArray[np.int64]:
+    def source_bytes(self, text: str) -> npt.NDArray[np.int64]:
         """Source bytes behind each code point: operators 0, an escaped literal its own."""
         lengths = utf8_lengths(text)
         points = code_points(text)
         is_symbol = (points >= ord(self.symbols[0])) & (points <= ord(self.symbols[-1]))
-        weights = np.where(is_symbol, 0, lengths)
+        source_bytes = np.where(is_symbol, 0, lengths)
         literal = -1
         for escape in np.flatnonzero(points == ord(ESCAPE)).tolist():
             if escape != literal and escape + 1 < len(points):
                 literal = escape + 1
-                weights[literal] = lengths[literal]
-        return weights
+                source_bytes[literal] = lengths[literal]
+        return source_bytes
 
 
 def _write_item(match: re.Match[str]) -> str:

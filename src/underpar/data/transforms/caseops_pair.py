@@ -50,12 +50,12 @@ class CaseOpsPair(CaseOps):
         """The text that `forward` was given."""
         return super().inverse(_WRITTEN.sub(lambda m: _FUSED.get(m.group(), m.group()), text))
 
-    def weights(self, text: str) -> npt.NDArray[np.int64]:
+    def source_bytes(self, text: str) -> npt.NDArray[np.int64]:
         """As in CaseOps, with 1 byte for the space in a fused operator."""
-        weights = super().weights(text)
+        source_bytes = super().source_bytes(text)
         # An escaped literal already has its own three bytes.
-        is_fused = (code_points(text) >= ord(SPACE_TITLE)) & (weights == 0)
-        return np.where(is_fused & (code_points(text) <= ord(SPACE_ALL_CAPS)), 1, weights)
+        is_fused = (code_points(text) >= ord(SPACE_TITLE)) & (source_bytes == 0)
+        return np.where(is_fused & (code_points(text) <= ord(SPACE_ALL_CAPS)), 1, source_bytes)
 
 
 TRANSFORM = CaseOpsPair()
