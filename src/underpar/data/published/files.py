@@ -110,29 +110,6 @@ def open_sidecar(
     return source_bytes
 
 
-def document_table(tokens: npt.NDArray[np.uint16], bos_id: int = BOS_ID) -> npt.NDArray[np.int64]:
-    """Positions of BOS, ascending, in the whole stream of a split."""
-    if not len(tokens):
-        raise DataError(f"the token stream is empty, expected BOS ({bos_id}) first")
-    if tokens[0] != bos_id:
-        raise DataError(
-            f"the token stream begins with id {tokens[0]}, expected BOS ({bos_id}); "
-            "start at the first file of the split and leave sidecars out"
-        )
-    return np.flatnonzero(tokens == bos_id).astype(np.int64, copy=False)
-
-
-def target_counts(starts: npt.NDArray[np.int64], num_tokens: int) -> npt.NDArray[np.int64]:
-    """Targets each document owns: its tokens after BOS and the next document's BOS.
-
-    They add up to num_tokens - 1: the first BOS is never a target, the last document has no end.
-    """
-    assert starts[0] == 0 and starts[-1] < num_tokens
-    counts = np.diff(np.append(starts, num_tokens - 1))
-    assert (counts[:-1] > 0).all()
-    return counts
-
-
 def check_known_val(name: str, num_tokens: int, num_bytes: int) -> None:
     """Refuse a validation set that is not all of the published one: its tokens, then its bytes."""
     if name not in KNOWN_VAL:
