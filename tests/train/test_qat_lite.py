@@ -15,7 +15,7 @@ from underpar.data.batch import Batch
 from underpar.data.loader import MicroBatch, micros_of_rank
 from underpar.data.made_up import made_up_batch
 from underpar.errors import RecipeError
-from underpar.levers.qat_lite import BITS, SIGMAS, QatLite, Settings, plug
+from underpar.levers.qat_lite import BITS, SIGMAS, Lever, Settings
 from underpar.levers.ste import round_rows
 from underpar.model.gpt import GPT
 from underpar.quant.rounding import quantize
@@ -36,8 +36,8 @@ def model() -> GPT:
     return build_model(recipe)
 
 
-def lever_of(model: GPT, **values: Any) -> QatLite:
-    return plug(Settings(**values), model.spec)
+def lever_of(model: GPT, **values: Any) -> Lever:
+    return Lever(Settings(**values), model.spec)
 
 
 def by_hand(weight: Tensor) -> np.ndarray:
@@ -126,7 +126,7 @@ def test_as_published_it_is_far_too_small_to_act() -> None:
 )
 def test_bad_settings_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError, match=message) as caught:
-        plug(Settings(**values), ModelSpec())
+        Lever(Settings(**values), ModelSpec())
     assert "\n" not in str(caught.value)
 
 
