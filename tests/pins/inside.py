@@ -1,7 +1,8 @@
 """The only file of the pins that imports inner modules: after a move, fix the imports here."""
 
 from underpar.artifact.pack import Artifact, pack
-from underpar.build import resolve_levers, weight_shapes
+from underpar.build.levers import resolve_levers
+from underpar.build.model import weight_shapes
 from underpar.cli import app
 from underpar.data.sources.corpus import demo_corpus, read_documents
 from underpar.quant.rules import quantize_model
