@@ -9,6 +9,10 @@ class RecipeError(UnderparError):
     """A recipe, an override or a lever setting that cannot be used."""
 
 
+class LeverError(UnderparError):
+    """A lever whose file does not follow the convention, or whose hooks do not fit their seams."""
+
+
 class DataError(UnderparError):
     """Text, a tokenizer or a shard that is missing, damaged or does not fit."""
 

@@ -1,8 +1,8 @@
 """Every hook a lever may implement, by stage.
 
-A lever is one file in `levers/`: a docstring, a frozen dataclass `Settings`, and `plug(settings,
-spec)`, which returns an object with one or more of the methods below. `build` plugs it in. A seam
-is a list resolved once when the model is built; an empty one costs nothing.
+A lever is one file in `levers/`: a docstring, a frozen dataclass `Settings`, and a class `Lever`,
+made from settings and spec, with one or more of the methods below. A lever whose object is made in
+another way has a function `plug(settings, spec)` instead. `build` plugs levers in.
 """
 
 from __future__ import annotations
@@ -111,13 +111,14 @@ class LeverModule(Protocol):
     STAGE: str
     Settings: type
 
+    # One of these two makes the object whose methods are the hooks:
+    # - Lever, a class whose arguments are the settings and the ModelSpec,
+    # - plug(settings, spec), a function that returns the object.
+    #
     # Optional: NEEDS, names of levers without which this one does nothing; NEUTRAL, the settings
     # that equal the stack without it, for a lever that has no parameters; TINY, a tuple of settings
     # for the contract tests, where the defaults would not show in a small model or not be all;
     # ENGINE, the module that scores with it, where that is not the usual one.
-
-    def plug(self, settings: Any, spec: ModelSpec) -> Any:
-        """The object whose methods are the hooks."""
 
 
 class TextTransform(Protocol):

@@ -10,6 +10,7 @@ import torch
 from lever_stacks import stack_with
 from underpar.build.model import build_model
 from underpar.core.runtime import Runtime
+from underpar.errors import LeverError
 from underpar.lab.lever_cards import read_card
 from underpar.levers import LEVERS, lever_module
 from underpar.recipe import Recipe, load_recipe
@@ -29,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from underpar.recipe import ModelSpec
-from underpar.seams import Past
+from underpar.seams import KVCache
 
 STAGE = "model"
 
@@ -41,7 +42,7 @@ class Settings:
     init: float = 0.0
 
 
-class ChannelBias(nn.Module):
+class Lever(nn.Module):
     """x + bias."""
 
     def __init__(self, settings: Settings, spec: ModelSpec) -> None:
@@ -52,14 +53,9 @@ class ChannelBias(nn.Module):
         """Add nothing."""
         nn.init.zeros_(self.bias)
 
-    def stem(self, x: Tensor, tokens: Tensor, past: Past) -> Tensor:
+    def stem(self, x: Tensor, tokens: Tensor, cache: KVCache) -> Tensor:
         """Shift x (N, dim)."""
         return x + self.bias.to(x.dtype)
-
-
-def plug(settings: Settings, spec: ModelSpec) -> ChannelBias:
-    """The module to hook in."""
-    return ChannelBias(settings, spec)
 '''
 
 
@@ -98,6 +94,15 @@ def test_recipes_bundles_and_docs_know_it(tmp_path: Path) -> None:
     card = read_card(NAME)
     assert card.num_parameters == 512
     assert card.source == "this test, in the manner of PR 1219's stem."
+
+
+def test_a_lever_with_neither_a_class_nor_a_function_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "shapeless.py").write_text(FILE.replace("class Lever(", "class Bias("))
+    monkeypatch.setitem(LEVERS, "shapeless", "shapeless")
+    with pytest.raises(LeverError, match="neither a class Lever"):
+        build_model(stack_with("shapeless"))
 
 
 def test_a_lever_that_looks_ahead_is_caught(

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from underpar.build.levers import find_lever, lever_names
+from underpar.build.levers import find_lever, lever_names, plug_lever
 from underpar.build.model import build_model
 from underpar.data.loader import segments_from_starts
 from underpar.lab.flops import count_flops
@@ -84,7 +84,7 @@ def read_card(name: str) -> LeverCard:
         settings=read_settings(module.Settings),
         settings_note=_doc(module.Settings),
         needs=needs,
-        neutral=_neutral(module),
+        neutral=_neutral(name, module),
         num_parameters=num_parameters,
         flops_per_token=round(flops),
         flops_percent=100 * flops / cost_of(()).flops_per_token,
@@ -131,7 +131,7 @@ def cost_of(levers: tuple[str, ...]) -> Cost:
     return Cost(sum(p.numel() for p in model.parameters()), num_flops / num_tokens)
 
 
-def _neutral(module: LeverModule) -> str:
+def _neutral(name: str, module: LeverModule) -> str:
     neutral = getattr(module, "NEUTRAL", None)
     if neutral is not None:
         values, plain = dataclasses.asdict(neutral), dataclasses.asdict(module.Settings())
@@ -140,7 +140,7 @@ def _neutral(module: LeverModule) -> str:
     if module.STAGE != "model":
         return ""
     with torch.device("meta"):
-        hook = module.plug(module.Settings(), ModelSpec())
+        hook = plug_lever(name, module.Settings(), ModelSpec())
     words = (_doc(getattr(hook, method, None)) for method in ("neutral_", "agree_"))
     return " ".join(filter(None, words))
 
