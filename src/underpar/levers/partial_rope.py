@@ -56,7 +56,7 @@ class PartialRope(nn.Module):
         exponents = torch.arange(0, dims, 2, dtype=torch.float32) / dims
         self.register_buffer("exponents", exponents, persistent=False)
 
-    def base_at(self, context: int) -> float:
+    def _base_at(self, context: int) -> float:
         """The base for pieces of `context` tokens."""
         if not self.ntk_context or context <= self.ntk_context:
             return self.base
@@ -64,7 +64,7 @@ class PartialRope(nn.Module):
 
     def frequencies(self, context: int) -> Tensor:
         """Frequencies (dims / 2,), in fp32."""
-        return self.base_at(context) ** -self.exponents
+        return self._base_at(context) ** -self.exponents
 
 
 def plug(settings: Settings, spec: ModelSpec) -> PartialRope:

@@ -37,9 +37,9 @@ class Softcap(nn.Module):
         """The model's constant."""
         nn.init.constant_(self.cap_both, self.start)
 
-    def cap(self, logits: Tensor) -> Tensor:
+    def cap(self, logits: Tensor, fused: bool) -> Tensor:
         """Bound the logits (N, V)."""
-        return soft_cap(logits, self.cap_both)
+        return soft_cap(logits, self.cap_both, fused=fused)
 
 
 def plug(settings: Settings, spec: ModelSpec) -> Softcap:
