@@ -7,10 +7,12 @@ another way has a function `plug(settings, spec)` instead. `build` plugs levers 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import isfunction, signature
 from typing import TYPE_CHECKING, Any, Protocol
 
+from underpar.errors import LeverError
 from underpar.schema import require
 
 if TYPE_CHECKING:
@@ -25,27 +27,24 @@ if TYPE_CHECKING:
 # The token that begins every document, in every tokenizer here.
 BOS_ID = 1
 
-# Lists: every lever that has the method is called, in the order of the lever table.
-MODEL_SEAMS = (
-    "progress",
-    "check",
-    "order",
-    "embed",
-    "stem",
-    "before",
-    "mix",
-    "normed",
-    "qkv",
-    "reach",
-    "attn_out",
-    "mlp_out",
-    "branch",
-    "adjust",
-    "after",
-    "finish",
-)
-# Places for one lever at a time: it replaces what the baseline does there.
-SINGLE_SEAMS = ("frequencies", "activate", "cap")
+
+def methods_of(kind: type) -> list[str]:
+    """Names of the public methods that a class or protocol itself defines."""
+    return [n for n, value in vars(kind).items() if isfunction(value) and not n.startswith("_")]
+
+
+def check_call(what: str, hook: Callable[..., Any], method: Callable[..., Any]) -> None:
+    """Refuse a hook that cannot be called with the arguments of a protocol's method."""
+    # The first parameter of the method is its object.
+    wanted = list(signature(method).parameters)[1:]
+    try:
+        signature(hook).bind(*wanted)
+    except TypeError:
+        name = method.__name__
+        raise LeverError(
+            f"{what}: its hook {name}{signature(hook)} does not fit its seam, which calls "
+            f"{name}({', '.join(wanted)}); see ModelHook in underpar/seams.py"
+        ) from None
 
 
 def check_layers(lever: str, layers: tuple[int, ...], spec: ModelSpec) -> tuple[int, ...]:
@@ -245,8 +244,8 @@ class ModelHook(Protocol):
     def finish(self, stream: Stream) -> None:
         """Change the stream after the last visit."""
 
-    def cap(self, logits: Tensor) -> Tensor:
-        """Cap the raw logits (N, V), in place of the constant soft cap."""
+    def cap(self, logits: Tensor, fused: bool) -> Tensor:
+        """Cap the raw logits (N, V), in place of the constant soft cap; `fused` as for soft_cap."""
 
     def neutral_(self) -> None:
         """Set the parameters with which the model equals the one without this lever."""

@@ -13,12 +13,13 @@ import torch
 from lever_stacks import CPU, batch_of, randomized
 from underpar.build.levers import plug_levers, resolve_levers
 from underpar.build.model import build_model, weight_shapes
-from underpar.compile.regions import CompiledLoss
+from underpar.compile.regions import TracedRun
 from underpar.core.run_folder import RunFolder
 from underpar.core.runtime import Runtime
 from underpar.data.folder import load_data
 from underpar.infer.predictor import Predictor
 from underpar.model.gpt import GPT
+from underpar.model.network import EAGER
 from underpar.recipe import Recipe, list_recipes, load_recipe
 from underpar.seams import MODEL_SEAMS, SINGLE_SEAMS
 from underpar.stages.calibrate import calibrate, needs_calibration
@@ -173,9 +174,9 @@ def test_inductor_equals_eager_on_pr2014() -> None:
     model = randomized(load_recipe("pr2014+cpu")).train()
     batch = batch_of([25, 60], 128)
     results = []
-    for loss_of in (mean_loss, CompiledLoss()):
+    for run in (EAGER, TracedRun()):
         model.zero_grad()
-        loss = loss_of(model, batch)
+        loss = mean_loss(model, batch, run)
         loss.backward()
         results.append((loss, [p.grad for p in model.parameters() if p.grad is not None]))
     torch._dynamo.reset()

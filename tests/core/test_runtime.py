@@ -25,10 +25,10 @@ from underpar.core.runtime import (
     seed_everything,
 )
 from underpar.errors import UnderparError
+from underpar.model.network import EAGER
 from underpar.recipe import load_recipe
 from underpar.stages.train import train, train_run
 from underpar.train import loop
-from underpar.train.step import mean_loss
 
 KEPT = "FLASH_ATTENTION_CUTE_DSL_CACHE_"
 
@@ -196,7 +196,7 @@ def test_a_run_says_what_each_of_its_starts_took(
 ) -> None:
     age = [3.0]
     monkeypatch.setattr(loop, "process_age_seconds", lambda: age[0])
-    monkeypatch.setattr(loop, "CompiledLoss", lambda: mean_loss)
+    monkeypatch.setattr(loop, "TracedRun", lambda: EAGER)
 
     def warm_up(*_: object) -> None:
         age[0] += 40.0

@@ -130,7 +130,7 @@ def test_a_plan_names_layers_repeats_sites_and_halves() -> None:
 class Capper(nn.Module):
     """A lever that takes a place for one."""
 
-    def cap(self, logits: Tensor) -> Tensor:
+    def cap(self, logits: Tensor, fused: bool) -> Tensor:
         """Leave them."""
         return logits
 

@@ -113,7 +113,8 @@ def test_the_last_projection(model: GPT, text: TrainingText, runtime: Runtime) -
     with torch.no_grad():
         stream = model.embed(batch.inputs, PackedCache(batch.segments))
         for visit in model.plan:
-            model.visit(visit, stream)
+            model.before_block(visit, stream)
+            model.run_block(visit, stream)
     hook.remove()
 
     def logits_of(y: Tensor, rest: Tensor) -> Tensor:

@@ -18,12 +18,13 @@ from underpar.errors import RecipeError
 from underpar.levers.qat_lite import BITS, SIGMAS, Lever, Settings
 from underpar.levers.ste import round_rows
 from underpar.model.gpt import GPT
+from underpar.model.network import EAGER
 from underpar.quant.rounding import quantize
 from underpar.quant.schemes import dequantize, parse_scheme
 from underpar.recipe import load_recipe
 from underpar.schema import ModelSpec
 from underpar.train import step as step_module
-from underpar.train.step import accumulate, mean_loss, sum_penalties
+from underpar.train.step import accumulate, sum_penalties
 
 CPU = torch.device("cpu")
 DRAWN = [f"blocks.{layer}.attn.{part}.weight" for layer in (7, 8, 9, 10) for part in "qk"]
@@ -167,7 +168,7 @@ def gradients_of(
 ) -> tuple[float, dict[str, Tensor]]:
     model.zero_grad()
     runtime = Runtime(CPU, rank, world)
-    loss = accumulate(model, batches_of(rank, world), 4, runtime, mean_loss, penalty)
+    loss = accumulate(model, batches_of(rank, world), 4, runtime, EAGER, penalty)
     grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     return float(loss), grads
 

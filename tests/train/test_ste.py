@@ -27,6 +27,7 @@ from underpar.data.made_up import made_up_batch
 from underpar.errors import RecipeError
 from underpar.levers.ste import NEUTRAL, Settings, plug, round_rows
 from underpar.model.gpt import GPT
+from underpar.model.network import EAGER, Eager
 from underpar.quant.rounding import quantize
 from underpar.quant.schemes import dequantize, parse_scheme
 from underpar.recipe import Recipe, load_recipe
@@ -34,7 +35,7 @@ from underpar.schema import ModelSpec
 from underpar.stages.train import make_trainer
 from underpar.train import step as step_module
 from underpar.train.loop import Trainer
-from underpar.train.step import LossOf, accumulate, mean_loss
+from underpar.train.step import accumulate, mean_loss
 
 CPU = torch.device("cpu")
 ALWAYS = Settings(start=0.0)
@@ -316,22 +317,22 @@ def test_compiled_it_acts_without_another_graph(
     nn.init.normal_(model.get_parameter("blocks.0.attn.o.weight"), std=0.1)
     batch = batch_of([25, 60], 128)
 
-    def gradient(loss_of: LossOf, p: float) -> Tensor:
+    def gradient(run: Eager, p: float) -> Tensor:
         model.zero_grad()
         with lever.disguise(model.state_dict(), p):
-            loss_of(model, batch).backward()
+            mean_loss(model, batch, run).backward()
         grad = model.get_parameter("blocks.0.attn.q.weight").grad
         assert grad is not None
         return grad.clone()
 
-    loss_of = compiled.CompiledLoss()
-    before = gradient(loss_of, 0.0)
+    run = compiled.TracedRun()
+    before = gradient(run, 0.0)
     num_graphs = len(graphs)
-    after = gradient(loss_of, 0.6)
+    after = gradient(run, 0.6)
     torch._dynamo.reset()
     assert len(graphs) == num_graphs > 0
-    torch.testing.assert_close(before, gradient(mean_loss, 0.0), rtol=1e-3, atol=1e-6)
-    torch.testing.assert_close(after, gradient(mean_loss, 0.6), rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(before, gradient(EAGER, 0.0), rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(after, gradient(EAGER, 0.6), rtol=1e-3, atol=1e-6)
     assert not torch.allclose(before, after, rtol=0.01, atol=1e-6)
 
 

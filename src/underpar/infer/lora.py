@@ -165,11 +165,10 @@ class Lora:
         """
         own = self if rows is None else self._select(rows)
         own._pairs = own._layout.cut(own._work)
-        self._model.hooks.adjust.append(own.adjust)
         try:
-            yield
+            with self._model.hooks.change(adjust=own.adjust):
+                yield
         finally:
-            self._model.hooks.adjust.remove(own.adjust)
             own._pairs = {}
 
     def adjust(self, site: str, visit: Visit | None, y: Tensor, x: Tensor) -> Tensor:

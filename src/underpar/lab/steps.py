@@ -14,15 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from underpar.compile.regions import CompiledLoss
+from underpar.compile.regions import TracedRun
 from underpar.core.runtime import Runtime
 from underpar.data.made_up import made_up_batch
 from underpar.errors import BenchError
 from underpar.kernels.attention import backend_of
 from underpar.model.gpt import GPT
+from underpar.model.network import EAGER
 from underpar.recipe import TrainPart
 from underpar.train.optim import Optimizer
-from underpar.train.step import accumulate, mean_loss, step_of
+from underpar.train.step import accumulate, step_of
 
 WARMUP_STEPS = 2
 # Start and end of training: a loop is off at the first and on at the second.
@@ -106,18 +107,17 @@ class _Training:
             made_up_batch(micro, model.spec.vocab_size, rng, part.order)
             for micro in cycle(self.plan)
         )
-        self._loss_of = CompiledLoss() if runtime.compiled else mean_loss
+        self._run = TracedRun() if runtime.compiled else EAGER
 
     @property
     def num_graphs(self) -> int:
         """Graphs compiled so far."""
-        loss_of = self._loss_of
-        return loss_of.regions.num_graphs if isinstance(loss_of, CompiledLoss) else 0
+        return self._run.num_graphs if isinstance(self._run, TracedRun) else 0
 
     def step(self, p: float) -> Tensor:
         """One step at progress p; its loss."""
         self.model.set_progress(p)
-        loss = accumulate(self.model, self._batches, len(self.plan), self.runtime, self._loss_of)
+        loss = accumulate(self.model, self._batches, len(self.plan), self.runtime, self._run)
         self._optimizer.step(1.0, 0.9)
         return loss
 

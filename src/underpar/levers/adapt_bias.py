@@ -71,7 +71,7 @@ class BiasSGD(SGD):
         assert NAME not in model.levers, "the bias is attached twice"
         bias = Bias(self._vocab_size)
         model.levers[NAME] = bias
-        model.hooks.adjust.append(bias.adjust)
+        model.hooks.change(adjust=bias.adjust)
 
 
 def plug(settings: Settings, spec: ModelSpec) -> BiasSGD:

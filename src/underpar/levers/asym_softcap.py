@@ -46,9 +46,9 @@ class Lever(nn.Module):
         nn.init.constant_(self.cap_positive, self.start)
         nn.init.constant_(self.cap_negative, self.start)
 
-    def cap(self, logits: Tensor) -> Tensor:
+    def cap(self, logits: Tensor, fused: bool) -> Tensor:
         """Bound the logits (N, V)."""
         positive = logits > 0
         cap = torch.where(positive, self.cap_positive, self.cap_negative)
         scale = torch.where(positive, 2.0 / self.cap_positive, 2.0 / self.cap_negative)
-        return soft_cap(logits, cap, scale)
+        return soft_cap(logits, cap, scale, fused)

@@ -42,6 +42,6 @@ class Lever(nn.Module):
         """Set the cap to the model's constant."""
         nn.init.constant_(self.cap_both, self.start)
 
-    def cap(self, logits: Tensor) -> Tensor:
+    def cap(self, logits: Tensor, fused: bool) -> Tensor:
         """Bound the logits (N, V)."""
-        return soft_cap(logits, self.cap_both)
+        return soft_cap(logits, self.cap_both, fused=fused)

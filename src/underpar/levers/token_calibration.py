@@ -77,10 +77,10 @@ class TokenCalibration:
         )
         cap = model.hooks.cap or partial(soft_cap, cap=model.spec.softcap)
 
-        def calibrated(logits: Tensor) -> Tensor:
-            return torch.addcmul(biases, cap(logits), scales)
+        def calibrated(logits: Tensor, fused: bool) -> Tensor:
+            return torch.addcmul(biases, cap(logits, fused=fused), scales)
 
-        model.hooks.cap = calibrated
+        model.hooks.change(cap=calibrated)
 
 
 def plug(settings: Settings, spec: ModelSpec) -> TokenCalibration:

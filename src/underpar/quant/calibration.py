@@ -24,8 +24,9 @@ from underpar.data.batch import Batch, segments_from_starts
 from underpar.data.folder import DataFolder
 from underpar.data.loader import Loader, MicroBatch, prefetch
 from underpar.errors import ArtifactError, RuleError
-from underpar.model.gpt import GPT, as_scored
+from underpar.model.gpt import GPT
 from underpar.model.kv_cache import PackedCache
+from underpar.model.network import as_scored
 from underpar.recipe import require
 from underpar.seams import BOS_ID
 from underpar.train.step import precision

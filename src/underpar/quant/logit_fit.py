@@ -24,7 +24,8 @@ from underpar.data.batch import Batch
 from underpar.data.folder import DataFolder
 from underpar.data.loader import Loader, Place, prefetch
 from underpar.errors import ArtifactError
-from underpar.model.gpt import GPT, as_scored
+from underpar.model.gpt import GPT
+from underpar.model.network import as_scored
 from underpar.quant.calibration import hidden_of, require_training_split
 from underpar.quant.fisher import ROWS
 from underpar.schema import TrainPart

@@ -22,7 +22,8 @@ from underpar.core.dist import sum_over_ranks
 from underpar.core.runtime import Runtime
 from underpar.data.batch import Batch
 from underpar.errors import ArtifactError, RecipeError
-from underpar.model.gpt import GPT, as_scored
+from underpar.model.gpt import GPT
+from underpar.model.network import as_scored
 from underpar.quant.calibration import Text, hidden_of, read
 from underpar.quant.fisher import ROWS, frozen
 from underpar.train.step import precision

@@ -138,7 +138,7 @@ def test_a_hollow_step_has_the_sizes_of_its_width(model: GPT, keys: str) -> None
     answer(price_rows, model, lora, lanes, lanes.rehearsal(NUM_LANES, 9))
     for width in (9, 24):
         given = given_of(lanes.rehearsal(NUM_LANES, width))
-        with price.regions.hollow(), lora.attached():
+        with price.regions.trace_only(), lora.attached():
             log_p, loss = price(model, given, lanes.cache(given.counts, given.width))
         assert log_p.shape == given.wanted.shape and loss.requires_grad
     assert Counted.num_traces == 5

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from underpar.compile.regions import Branches, Regions, Visits, mark_sized
+from underpar.compile.regions import DynamoBranches, DynamoRun, DynamoVisits, mark_sized
 from underpar.model.gpt import GPT
 from underpar.seams import KVCache, Stream
 
@@ -54,9 +54,8 @@ class CompiledPricing:
     """
 
     def __init__(self, vary: bool) -> None:
-        self.regions: Regions = Visits() if vary else Branches()
+        self.regions: DynamoRun = DynamoVisits() if vary else DynamoBranches()
         self._vary = vary
-        self._end = self.regions.region(_finish)
 
     def __call__(self, model: GPT, given: Given, cache: KVCache) -> Answer:
         """The answer."""
@@ -66,23 +65,29 @@ class CompiledPricing:
         rest = (given.places, given.wanted, given.weights)
         if self._vary:
             mark_sized(*rest)
-        answer: Answer = self._end(model, self.regions.read(model, given.inputs, cache), *rest)
+        stream = model.run_blocks(given.inputs, cache, self.regions)
+        answer: Answer = self.regions.end(_finish, model, stream, *rest)
         return answer
 
 
 def _finish(
     model: GPT, stream: Stream, places: Tensor | None, wanted: Tensor, weights: Tensor
 ) -> Answer:
-    return _answer(model, model.finish(stream), places, wanted, weights)
+    return _answer(model, model.finish(stream), places, wanted, weights, fused=True)
 
 
 def _answer(
-    model: GPT, hidden: Tensor, places: Tensor | None, wanted: Tensor, weights: Tensor
+    model: GPT,
+    hidden: Tensor,
+    places: Tensor | None,
+    wanted: Tensor,
+    weights: Tensor,
+    fused: bool = False,
 ) -> Answer:
     if places is not None:
         # Not by plain indexing, which sorts in its backward pass.
         hidden = hidden.index_select(0, places)
     # Sums over the vocabulary in fp32, whatever products run in.
-    logits = model.head(hidden).float()
+    logits = model.head(hidden, fused).float()
     log_p = F.log_softmax(logits, dim=-1).gather(1, wanted.clamp(min=0))
     return log_p, -(log_p[:, 0] * weights).sum()

@@ -132,7 +132,7 @@ class Team:
                 # Plain first: it makes what a compiled pass finds.
                 self._ask(given, learns=False)
                 if isinstance(self._pricing, CompiledPricing):
-                    with self._pricing.regions.hollow():
+                    with self._pricing.regions.trace_only():
                         self._ask(given)
             step = RecordedStep(self._ask, self._lora.differentiate, given, pool)
             self._recorded[width] = step
