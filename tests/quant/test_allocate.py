@@ -28,7 +28,7 @@ from underpar.quant.allocate import (
 )
 from underpar.quant.calibration import HEAD, Calibration
 from underpar.quant.fisher import Fisher
-from underpar.quant.rounding import quantize
+from underpar.quant.rounding import round_tensor
 from underpar.quant.schemes import parse_scheme
 
 POSITIVE = st.floats(1e-12, 1e6)
@@ -84,7 +84,7 @@ def test_log_steps_are_near_the_exact_ones() -> None:
 def test_sd_clip_is_the_rule_of_the_schemes() -> None:
     weight = np.random.default_rng(1).standard_normal((20, 300)).astype(np.float32)
     weight *= np.exp2(np.arange(20) - 10)[:, None]
-    expected = quantize(weight, parse_scheme("int6:12.85")).steps.astype(np.float32)
+    expected = round_tensor(weight, parse_scheme("int6:12.85")).steps.astype(np.float32)
     ratios = sd_clip(weight, 12.85, 6).values()[:, 0] / expected
     assert np.abs(np.log2(ratios)).max() <= 1 / 32 + 1e-3
     zero = sd_clip(np.zeros((1, 9), dtype=np.float32), 12.85, 6).values()

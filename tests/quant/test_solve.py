@@ -10,7 +10,7 @@ from underpar.errors import ArtifactError, RecipeError
 from underpar.quant import gptq, solve, trellis
 from underpar.quant.allocate import Sensitivity
 from underpar.quant.calibration import Calibration
-from underpar.quant.rounding import quantize
+from underpar.quant.rounding import round_tensor
 from underpar.quant.rules import quantize_model
 from underpar.quant.schemes import QuantizedTensor, dequantize, parse_scheme, steps_of
 from underpar.quant.solve import Solver
@@ -86,7 +86,7 @@ def test_grids_have_steps_by_what_errors_cost(
 def test_feedback_costs_less_on_the_inputs_in_the_form_of_rounding(
     weight: np.ndarray, solver: Solver, inputs: torch.Tensor
 ) -> None:
-    rounded = quantize(weight, parse_scheme("int6:12.85"))
+    rounded = round_tensor(weight, parse_scheme("int6:12.85"))
     solved = solve_one(solver, weight, "gptq6:12.85")
     assert solved.steps.tobytes() == rounded.steps.tobytes()
     assert solved.codes is not None and solved.codes.dtype == np.int8

@@ -16,7 +16,7 @@ from underpar.artifact.unpack import Artifact
 from underpar.errors import RecipeError
 from underpar.quant.allocate import RateCurve
 from underpar.quant.logsteps import from_indices, to_index
-from underpar.quant.rounding import quantize
+from underpar.quant.rounding import round_tensor
 from underpar.quant.rules import match_rules, quantize_model
 from underpar.quant.schemes import ONE_COLUMN, QuantizedModel, QuantizedTensor, Scheme
 from underpar.recipe import Recipe
@@ -66,7 +66,7 @@ def _round(weight: np.ndarray, scheme: Scheme, constant: float) -> QuantizedTens
     """A matrix as a scheme that needs a calibration would store it, without one."""
     if not scheme.states:
         columns = np.zeros(weight.shape[1], np.int16) if scheme.columns else None
-        plain = quantize(weight, Scheme(scheme.bits, scheme.sigmas))
+        plain = round_tensor(weight, Scheme(scheme.bits, scheme.sigmas))
         return replace(plain, scheme=scheme, columns=columns)
     rng = np.random.default_rng(0)
     # Steps by row and by column, as spread as those of a trained model.

@@ -23,9 +23,9 @@ from underpar.artifact import rans
 from underpar.artifact.fit import MOST_BITS
 from underpar.artifact.format import HEAD_BYTES, squeeze
 from underpar.artifact.pack import NUM_SECTIONS, shuffle
-from underpar.quant.clip_search import SMALLEST_STEP, search_steps
+from underpar.quant.clip_search import search_steps
 from underpar.quant.gptq import round_to_nearest
-from underpar.quant.rounding import LARGEST_STEP
+from underpar.quant.row_steps import clamp_steps, row_steps
 from underpar.quant.rules import match_rules
 from underpar.quant.schemes import Scheme
 from underpar.recipe import Recipe, to_tree
@@ -97,16 +97,12 @@ def _as_rows(weight: Tensor, group: int) -> Tensor:
 
 
 def _row_steps(rows: Tensor, scheme: Scheme) -> Tensor:
-    """The steps (R, 1) of `quant.rounding`, in fp16, on the device of the rows."""
-    if scheme.group:
-        steps = rows.abs().mean(dim=1, keepdim=True)
-    elif scheme.form == "clip":
-        steps = search_steps(rows, scheme.limit)
-    elif scheme.sigmas and rows.shape[1] > 1:
-        steps = scheme.sigmas * rows.std(dim=1, keepdim=True) / scheme.limit
+    """The steps (R, 1) in fp16, on the device of the rows; `quant.rounding` has them for arrays."""
+    if scheme.form == "clip":
+        steps = clamp_steps(search_steps(rows, scheme.limit)[:, 0])
     else:
-        steps = rows.abs().amax(dim=1, keepdim=True) / scheme.limit
-    return steps.clamp(SMALLEST_STEP, LARGEST_STEP).half()
+        steps = row_steps(rows, scheme.limit, scheme.sigmas, by_mean=bool(scheme.group))
+    return steps[:, None].half()
 
 
 def _code(rows: Tensor, steps: Tensor, limit: int) -> dict[str, Any]:
