@@ -87,7 +87,8 @@ NUM_TARGETS = [34, 20, 47, 9, 29]
 def artifact() -> Artifact:
     weights = randomized(RECIPE).state_dict()
     half = parse_scheme("fp16")
-    return Artifact(RECIPE, b"", {name: round_tensor(w.numpy(), half) for name, w in weights.items()})
+    tensors = {name: round_tensor(w.numpy(), half) for name, w in weights.items()}
+    return Artifact(RECIPE, b"", tensors)
 
 
 def run(artifact: Artifact, case: Case, shard: Shard = SHARD) -> tuple[Score, list[order.Commit]]:

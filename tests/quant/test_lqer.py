@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from underpar.artifact import rans
+from underpar.artifact.array_encoder import encode
+from underpar.artifact.frequencies import normalize_counts
 from underpar.errors import RecipeError
 from underpar.quant.allocate import Sensitivity
 from underpar.quant.calibration import Calibration
@@ -80,7 +81,9 @@ def corrected(tensors: QuantizedModel) -> set[str]:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_all_of_the_rank_gives_the_weight_back(shape: tuple[int, int]) -> None:
     weight, norm = draw(*shape), norm_of(*shape)
-    rounded = torch.from_numpy(dequantize(round_tensor(weight.float().numpy(), parse_scheme("int4"))))
+    rounded = torch.from_numpy(
+        dequantize(round_tensor(weight.float().numpy(), parse_scheme("int4")))
+    )
     error = weight - rounded.double()
     left, basis = factorize(norm.whiten(error), norm.rows, rank=min(shape))
     torch.testing.assert_close(rounded + left @ (basis @ norm.inverse), weight, rtol=0, atol=1e-6)
@@ -257,8 +260,8 @@ def test_bytes_are_those_of_a_coder() -> None:
     expected = 0
     for factor in (correction.left, correction.right):
         symbols = factor.codes.reshape(-1).astype(np.int64) - int(factor.codes.min())
-        freqs = rans.quantize_counts(np.bincount(symbols))
-        expected += len(rans.encode(symbols, freqs)) + 2 * len(freqs) + len(factor.steps)
+        freqs = normalize_counts(np.bincount(symbols))
+        expected += len(encode(symbols, freqs)) + 2 * len(freqs) + len(factor.steps)
     assert stored_bytes(correction) == pytest.approx(expected, rel=0.03)
 
 

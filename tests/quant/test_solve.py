@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from trellis_paths import is_legal
 from underpar.errors import ArtifactError, RecipeError
-from underpar.quant import gptq, solve, trellis
+from underpar.quant import gptq, solve
 from underpar.quant.allocate import Sensitivity
 from underpar.quant.calibration import Calibration
 from underpar.quant.rounding import round_tensor
@@ -79,7 +80,7 @@ def test_grids_have_steps_by_what_errors_cost(
     assert tensor.steps[0] - tensor.steps[-1] == 32
     assert (tensor.columns is None) == ("columns" not in scheme)
     if tensor.scheme.states > 1:
-        assert trellis.is_legal(tensor.codes, tensor.scheme.states)
+        assert is_legal(tensor.codes, tensor.scheme.states)
     assert np.abs(dequantize(tensor) - weight).max() < 4
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from underpar.artifact import gaussian_writer
+from underpar.artifact import matrix_encoder
 from underpar.artifact.budget import class_of
 from underpar.artifact.pack import pack
 from underpar.artifact.unpack import Artifact, LazyArtifact
@@ -173,7 +173,7 @@ def _count_groups(case: Case, tensors: QuantizedModel) -> Count:
 
 def _count_coder(case: Case, tensors: QuantizedModel) -> Count:
     codes, _ = split(tensors)
-    symbols = sum(map(len, gaussian_writer.encode_many([*codes.values()])))
+    symbols = sum(map(len, matrix_encoder.encode_many([*codes.values()])))
     parts = {"symbols": symbols, **side_bytes(tensors)}
     # The length of each stream.
     parts["framing"] += 4 * len(codes)
