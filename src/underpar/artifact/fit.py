@@ -7,12 +7,15 @@ the offset and predicts the next constant. Published runs left 16 to 100 kB of t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from underpar.artifact.format import squeeze
 from underpar.errors import ArtifactError
-from underpar.quant.allocate import RateCurve
+from underpar.quant.allocate import RateCurve, gaussian_bits
+from underpar.quant.schemes import Scheme
 
 T = TypeVar("T")
 
@@ -39,6 +42,28 @@ class Fitted(Generic[T]):
     made: T
     best: Round
     rounds: tuple[Round, ...]
+
+
+def guess_other_bytes(
+    schemes: Mapping[str, Scheme],
+    shapes: Mapping[str, tuple[int, ...]],
+    code_bytes: int,
+    tokenizer: bytes,
+) -> float:
+    """A first guess of all bytes except the integers of grids."""
+    total: float = code_bytes + len(squeeze(tokenizer))
+    for name, scheme in schemes.items():
+        shape = shapes[name]
+        total += 2 * scheme.num_halves(shape) + scheme.num_indices(shape)
+        total += expected_bits(scheme) * math.prod(shape) / 8
+    return total
+
+
+def expected_bits(scheme: Scheme) -> float:
+    """Bits per Gaussian weight of the integers; 0 for fp16, and for grids, which vary."""
+    if not scheme.sigmas:
+        return scheme.bits
+    return float(gaussian_bits(scheme.sigmas / scheme.limit))
 
 
 def fit_to_cap(

@@ -90,13 +90,10 @@ class Case:
 
     def tune(self, tensors: QuantizedModel) -> QuantizedModel:
         """The model with its control tensors fitted to the rounded matrices."""
-        own = {name for name, _ in self.model.named_parameters()}
-        halves = [n for n, t in tensors.items() if t.scheme.is_half and n in own]
-        names = [name for name in halves if tensors[name].steps.size <= SMALL_WEIGHTS]
         load(self.model, {name: dequantize(t) for name, t in tensors.items()})
-        found = tune.tune(self.model, names, self.teacher, self.text, self.runtime, self.tuning)
-        tuned = {n: replace(tensors[n], steps=v.reshape(-1).numpy()) for n, v in found.items()}
-        return {**tensors, **tuned}
+        return tune.tune_halves(
+            tensors, self.model, self.teacher, self.text, self.runtime, self.tuning, SMALL_WEIGHTS
+        )
 
     def price(self, weights: Mapping[str, np.ndarray]) -> float:
         """Bits per byte of the documents with these weights."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,7 @@ from underpar.errors import ArtifactError, RecipeError
 from underpar.model.gpt import GPT, as_scored
 from underpar.quant.calibration import Text, hidden_of, read
 from underpar.quant.fisher import ROWS, frozen
+from underpar.quant.schemes import QuantizedModel
 from underpar.train.step import precision
 
 BETAS = (0.9, 0.99)
@@ -85,6 +86,32 @@ def tune(
             # Neither where it is NaN: a rate far too high ends so.
             final = tuned if student.divergence(held) < before else start
         return dict(zip(names, (value.cpu() for value in final), strict=True))
+
+
+def tune_halves(
+    tensors: QuantizedModel,
+    model: GPT,
+    teacher: GPT,
+    text: Text,
+    runtime: Runtime,
+    settings: Settings,
+    largest: int | None = None,
+) -> QuantizedModel:
+    """`tensors` with tuned fp16 parameters, those of at most `largest` weights (None: all).
+
+    `model` holds `tensors`, `teacher` the weights from before rounding.
+    """
+    parameters = {name for name, _ in model.named_parameters()}
+    names = [
+        name
+        for name, tensor in tensors.items()
+        if tensor.scheme.is_half
+        and name in parameters
+        and (largest is None or tensor.steps.size <= largest)
+    ]
+    values = tune(model, names, teacher, text, runtime, settings)
+    tuned = {n: replace(tensors[n], steps=v.numpy().reshape(-1)) for n, v in values.items()}
+    return {**tensors, **tuned}
 
 
 def _to_half(parameter: nn.Parameter) -> Tensor:
