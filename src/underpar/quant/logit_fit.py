@@ -24,8 +24,8 @@ from underpar.data.folder import DataFolder
 from underpar.data.loader import Batch, Loader, Place, prefetch
 from underpar.errors import ArtifactError
 from underpar.model.gpt import GPT, as_scored
+from underpar.model.sliced_head import ROWS
 from underpar.quant.calibration import hidden_of, require_training_split
-from underpar.quant.fisher import ROWS
 from underpar.schema import TrainPart
 from underpar.train.step import precision, step_of
 

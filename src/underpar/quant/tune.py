@@ -23,8 +23,9 @@ from underpar.core.runtime import Runtime
 from underpar.data.loader import Batch
 from underpar.errors import ArtifactError, RecipeError
 from underpar.model.gpt import GPT, as_scored
+from underpar.model.sliced_head import ROWS, backward_head
 from underpar.quant.calibration import Text, hidden_of, read
-from underpar.quant.fisher import ROWS, frozen
+from underpar.quant.fisher import frozen
 from underpar.quant.schemes import QuantizedModel
 from underpar.train.step import precision
 
@@ -176,12 +177,8 @@ class _Student:
 
     def _backward(self, example: _Example) -> None:
         hidden = hidden_of(self.model, example.batch, self.runtime)
-        # The head goes slice by slice up to a copy of its input, then the rest in one pass.
-        leaf = hidden.detach().requires_grad_()
-        for own, other in zip(leaf.split(ROWS), example.hidden.split(ROWS), strict=True):
-            (self._apart(own, other) / (len(leaf) * self.runtime.world)).backward()
-        if hidden.requires_grad:
-            hidden.backward(leaf.grad)
+        num_targets = len(hidden) * self.runtime.world
+        backward_head(hidden, example.hidden, lambda x, y: self._apart(x, y) / num_targets)
 
     @torch.no_grad()
     def divergence(self, examples: Sequence[_Example]) -> float:
