@@ -33,8 +33,19 @@ LEVELS = [
     ["lab", "api"],
     ["cli", "__main__"],
 ]
-# Levers know seams, kernels, infer and recipes, nothing else; stages never know levers.
-LEVER_MAY = {"underpar", "errors", "schema", "recipe", "seams", "kernels", "infer", "levers"}
+# Levers know seams, kernels, infer and recipes; stages never know levers. Fake quantization rounds
+# as the packer rounds: it shares the packer's rule for steps.
+LEVER_MAY = {
+    "underpar",
+    "errors",
+    "schema",
+    "recipe",
+    "seams",
+    "kernels",
+    "infer",
+    "levers",
+    "quant",
+}
 KNOWS_LEVERS = {"build", "submit", "levers"}
 
 

@@ -24,7 +24,7 @@ from underpar.core.tensor_files import read_tensors
 from underpar.data.folder import load_data
 from underpar.data.loader import MicroBatch
 from underpar.data.made_up import made_up_batch
-from underpar.quant.rounding import as_rows, row_steps
+from underpar.quant.rounding import as_rows, stored_steps
 from underpar.quant.rules import quantize_model
 from underpar.quant.schemes import parse_scheme
 from underpar.recipe import Recipe, load_recipe
@@ -124,7 +124,7 @@ def test_steps_are_those_of_the_packer(rule: str, shape: tuple[int, ...]) -> Non
     expected = as_rows(weight.numpy(), scheme.group)
     assert np.array_equal(rows.numpy(), expected)
     steps = _row_steps(rows, scheme).numpy()[:, 0]
-    assert steps == pytest.approx(row_steps(expected, scheme), rel=2**-10)
+    assert steps == pytest.approx(stored_steps(expected, scheme), rel=2**-10)
 
 
 def test_one_column_and_runs_that_do_not_fit_have_a_size() -> None:

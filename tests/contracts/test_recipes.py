@@ -22,7 +22,7 @@ from underpar.model.gpt import GPT
 from underpar.model.network import EAGER
 from underpar.recipe import Recipe, list_recipes, load_recipe
 from underpar.seams import MODEL_SEAMS, SINGLE_SEAMS
-from underpar.stages.calibrate import calibrate, needs_calibration
+from underpar.stages.calibrate import calibrate_run, needs_calibration
 from underpar.stages.pack import pack_run
 from underpar.stages.train import _begin_run, make_trainer
 from underpar.train.loop import Trainer
@@ -84,7 +84,7 @@ def trained(
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     assert trainer.run()
     if needs_calibration(recipe):
-        calibrate(folder, load_data(data), runtime)
+        calibrate_run(folder, load_data(data), runtime)
     return trainer, calls, before
 
 

@@ -19,7 +19,7 @@ from underpar.levers.qat_lite import BITS, SIGMAS, Lever, Settings
 from underpar.levers.ste import round_rows
 from underpar.model.gpt import GPT
 from underpar.model.network import EAGER
-from underpar.quant.rounding import quantize
+from underpar.quant.rounding import round_tensor
 from underpar.quant.schemes import dequantize, parse_scheme
 from underpar.recipe import load_recipe
 from underpar.schema import ModelSpec
@@ -63,7 +63,7 @@ def test_rounding_is_that_of_the_packer() -> None:
     weight = torch.randn(8, 1000, generator=torch.Generator().manual_seed(0))
     weight[0, 0] = 1000.0
     ours = round_rows(weight, BITS, SIGMAS).numpy()
-    packed = dequantize(quantize(weight.numpy(), parse_scheme("int6:12.85")))
+    packed = dequantize(round_tensor(weight.numpy(), parse_scheme("int6:12.85")))
     np.testing.assert_array_equal(ours, packed)
     assert ours[0, 0] == pytest.approx(12.85 * weight[0].numpy().std(ddof=1), rel=1e-3)
 

@@ -28,7 +28,7 @@ from underpar.errors import RecipeError
 from underpar.levers.ste import NEUTRAL, Settings, plug, round_rows
 from underpar.model.gpt import GPT
 from underpar.model.network import EAGER, Eager
-from underpar.quant.rounding import quantize
+from underpar.quant.rounding import round_tensor
 from underpar.quant.schemes import dequantize, parse_scheme
 from underpar.recipe import Recipe, load_recipe
 from underpar.schema import ModelSpec
@@ -71,7 +71,7 @@ def test_rounding_is_that_of_the_packer(scheme: str, shape: tuple[int, ...]) -> 
     weight[1] *= 1e-7
     wanted = parse_scheme(scheme)
     ours = round_rows(weight, wanted.bits, wanted.sigmas).numpy()
-    packed = dequantize(quantize(weight.numpy(), wanted))
+    packed = dequantize(round_tensor(weight.numpy(), wanted))
     # Deviations are summed in another order: a step may be the next half.
     assert np.isclose(ours, packed, rtol=2**-10, atol=0).mean() > 0.995
     # The largest value is the same however it is found, and so is all that follows.

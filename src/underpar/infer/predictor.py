@@ -16,9 +16,10 @@ from torch import Tensor
 
 from underpar.data.batch import Batch
 from underpar.errors import RuleError
-from underpar.infer.sgd import ROWS, backward, gradients_on, products
+from underpar.infer.sgd import backward, gradients_on, products
 from underpar.model.gpt import GPT
 from underpar.model.kv_cache import LaneCache, PackedCache
+from underpar.model.sliced_head import ROWS
 from underpar.seams import Adapter
 
 

@@ -25,12 +25,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from underpar.quant.row_steps import row_steps
 from underpar.recipe import ModelSpec, require
 
 STAGE = "train"
-
-# What a stored step may be: a normal half.
-SMALLEST_STEP, LARGEST_STEP = 2.0**-14, 65504.0
 
 
 @dataclass(frozen=True)
@@ -99,12 +97,7 @@ def round_rows(weight: Tensor, bits: int, sigmas: float) -> Tensor:
     """The weight as the scheme intB:k stores it, or intB where `sigmas` is 0."""
     limit = 2 ** (bits - 1) - 1
     rows = weight.flatten(1)  # (R, C)
-    # One column has no deviation; its largest value serves.
-    if sigmas and rows.shape[1] > 1:
-        widths = sigmas * rows.std(dim=1, keepdim=True)
-    else:
-        widths = rows.abs().amax(dim=1, keepdim=True)
-    steps = (widths / limit).clamp(SMALLEST_STEP, LARGEST_STEP).half().to(rows.dtype)
+    steps = row_steps(rows, limit, sigmas)[:, None].half().to(rows.dtype)
     codes = (rows / steps).round().clamp(-limit, limit)
     return (codes * steps).view_as(weight)
 

@@ -34,6 +34,7 @@ from underpar.core.runtime import Runtime
 from underpar.errors import ArtifactError
 from underpar.model.gpt import GPT
 from underpar.model.network import as_scored
+from underpar.model.sliced_head import ROWS
 from underpar.quant.calibration import (
     HEAD,
     SEED,
@@ -47,8 +48,6 @@ from underpar.train.step import precision
 
 # Of a tensor's mean sensitivity: what a row has at least, however seldom it mattered here.
 FLOOR = 1e-3
-# Rows of logits made at a time: those of a whole batch take gigabytes.
-ROWS = 8192
 
 
 @dataclass(frozen=True, eq=False)
