@@ -23,7 +23,7 @@ from underpar.recipe import Recipe, list_recipes, load_recipe
 from underpar.seams import MODEL_SEAMS, SINGLE_SEAMS
 from underpar.stages.calibrate import calibrate, needs_calibration
 from underpar.stages.pack import pack_run
-from underpar.stages.train import _begin_run, make_trainer
+from underpar.stages.train import begin_run, make_trainer
 from underpar.train.loop import Trainer
 from underpar.train.step import mean_loss
 
@@ -78,7 +78,7 @@ def trained(
     data = data_for(recipe)
     folder = RunFolder(tmp_path_factory.mktemp("runs") / request.param)
     trainer = make_trainer(recipe, load_data(data), folder, runtime)
-    _begin_run(trainer.folder, recipe, data, load_data(data), runtime)
+    begin_run(trainer.folder, recipe, data, load_data(data), runtime)
     calls = count_calls(trainer.model)
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     assert trainer.run()
