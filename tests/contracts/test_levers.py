@@ -40,7 +40,7 @@ from underpar.recipe import Recipe, load_recipe
 from underpar.seams import LeverModule
 from underpar.stages.pack import pack_run
 from underpar.stages.score import score_artifact
-from underpar.stages.train import train_run
+from underpar.stages.train import train
 from underpar.train.groups import group_of, group_parameters
 from underpar.train.step import mean_loss
 
@@ -99,7 +99,7 @@ def train_pack_score(
     recipe = dataclasses.replace(load_recipe("cpu", short), levers=levers)
     data = data_for(recipe)
     folder = RunFolder(path / "run")
-    assert train_run(recipe, data, folder, runtime)
+    assert train(recipe, data, folder, runtime)["finished"]
     pack_run(folder)
     score = score_artifact(folder.artifact_file, data, runtime).score
     assert np.isfinite(score.bpb)
@@ -240,7 +240,7 @@ def test_an_average_is_what_gets_packed(tiny_data: Path, tmp_path: Path, runtime
     short = ["model.num_layers=2", "levers.ema=true", "train.budget_steps=3"]
     recipe = load_recipe("cpu", short)
     folder = RunFolder(tmp_path)
-    train_run(recipe, tiny_data, folder, runtime)
+    train(recipe, tiny_data, folder, runtime)
     weights, _ = read_tensors(folder.weights_file)
     checkpoint, _ = read_tensors(folder.checkpoint_file)
     assert not torch.equal(weights["embedding.weight"], checkpoint["model/embedding.weight"])

@@ -16,7 +16,7 @@ from underpar.build.scoring import Way, mixture_of, open_method, run_method
 from underpar.core.runtime import Clock, Runtime
 from underpar.data.shards import Shard
 from underpar.levers import lever_module
-from underpar.quant.rounding import quantize
+from underpar.quant.rounding import round_tensor
 from underpar.quant.schemes import parse_scheme
 from underpar.recipe import Recipe, load_recipe
 from underpar.score.ledger import Score
@@ -88,7 +88,7 @@ def recipe_with(name: str, settings: Callable[[str], dict[str, Any]] = small) ->
 def artifact_of(recipe: Recipe) -> Artifact:
     half = parse_scheme("fp16")
     weights = randomized(recipe).state_dict()
-    return Artifact(recipe, b"", {n: quantize(w.numpy(), half) for n, w in weights.items()})
+    return Artifact(recipe, b"", {n: round_tensor(w.numpy(), half) for n, w in weights.items()})
 
 
 def run(recipe: Recipe, shard: Shard = SHARD, **way: Any) -> tuple[Score, list[order.Commit]]:

@@ -25,7 +25,7 @@ from underpar.stages.calibrate import calibrate_run
 from underpar.stages.data import build_options
 from underpar.stages.pack import pack_run, unpack_artifact
 from underpar.stages.score import score_artifact
-from underpar.stages.train import train_run
+from underpar.stages.train import train
 
 GRIDS = ("embedding.weight grid1", "blocks.*.weight grid1+columns", "*.weight int6:12", "* fp16")
 # Of a run that takes 299 kB with its own rules, 63 kB of them code.
@@ -157,16 +157,16 @@ def test_training_calibrates_where_rules_ask(
     tree = {"quant": {"rules": list(GRIDS)}, "train": {"budget_steps": 3}}
     recipe = from_tree(merge(to_tree(tiny_run.recipe), tree))
     folder = RunFolder(tmp_path)
-    assert train_run(recipe, tiny_run.data, folder, runtime)
+    assert train(recipe, tiny_run.data, folder, runtime)["finished"]
     assert folder.calibration_file.exists()
     assert pack_run(folder, CAP).total_bytes <= CAP
     plain = RunFolder(tmp_path / "plain")
-    assert train_run(
+    assert train(
         from_tree(merge(to_tree(tiny_run.recipe), {"train": {"budget_steps": 3}})),
         tiny_run.data,
         plain,
         runtime,
-    )
+    )["finished"]
     assert not plain.calibration_file.exists()
 
 

@@ -36,7 +36,7 @@ from underpar.data.loader import Loader
 from underpar.errors import UnderparError
 from underpar.quant.files import read_measured
 from underpar.recipe import load_recipe
-from underpar.stages.train import make_trainer, train_run
+from underpar.stages.train import make_trainer, train
 from underpar.train.feed import Feed
 from underpar.train.step import step_of
 
@@ -84,7 +84,7 @@ def losses(folder: RunFolder) -> list[float]:
 def alone(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory, runtime: Runtime) -> RunFolder:
     """The run on one rank."""
     folder = RunFolder(tmp_path_factory.mktemp("ranks") / "one")
-    assert train_run(load_recipe("baseline+cpu", SETS), tiny_data, folder, runtime)
+    assert train(load_recipe("baseline+cpu", SETS), tiny_data, folder, runtime)["finished"]
     return folder
 
 

@@ -15,7 +15,7 @@ from underpar.data.loader import Loader, MicroBatch, make_step
 from underpar.model.network import Eager, Network
 from underpar.recipe import Recipe, TrainPart, load_recipe
 from underpar.seams import KVCache, Stream
-from underpar.stages.train import make_trainer, train_run
+from underpar.stages.train import make_trainer, train
 from underpar.train.feed import Feed
 from underpar.train.loop import Trainer
 from underpar.train.step import step_of
@@ -39,7 +39,7 @@ def test_a_run_goes_through_its_stages(
     recipe: Recipe, tiny_data: Path, tmp_path: Path, runtime: Runtime
 ) -> None:
     folder = RunFolder(tmp_path)
-    assert train_run(recipe, tiny_data, folder, runtime)
+    assert train(recipe, tiny_data, folder, runtime)["finished"]
     lines = list(folder.metrics())
     assert [m["context"] for m in lines] == [16] * 4 + [32] * 3 + [64] * 3
     plain = [max(min(1, (1 - m["progress"]) / 0.85), 0.1) for m in lines]

@@ -64,7 +64,7 @@ class Lever(nn.Module):
         exponents = torch.arange(0, dims, 2, dtype=torch.float32) / dims
         self.register_buffer("exponents", exponents, persistent=False)
 
-    def base_at(self, context: int) -> float:
+    def _base_at(self, context: int) -> float:
         """The rotary base for segments of `context` tokens."""
         if not self.ntk_context or context <= self.ntk_context:
             return self.base
@@ -72,4 +72,4 @@ class Lever(nn.Module):
 
     def frequencies(self, context: int) -> Tensor:
         """The frequencies (dims / 2,), in fp32."""
-        return self.base_at(context) ** -self.exponents
+        return self._base_at(context) ** -self.exponents

@@ -34,8 +34,8 @@ from underpar.artifact.size_before_training import forecast
 from underpar.build.artifact import read_artifact
 from underpar.build.levers import plug_levers
 from underpar.build.model import weight_shapes
-from underpar.core.console import progress_bar
 from underpar.core.dist import ALONE
+from underpar.core.progress import SILENT, Progress
 from underpar.core.run_folder import RunFolder, write_atomic, write_json
 from underpar.core.runtime import Runtime
 from underpar.core.tensor_files import read_about, save_tensors
@@ -279,10 +279,10 @@ def quantize(
     runtime: Runtime,
     cap_bytes: int | None = None,
     part: QuantPart | None = None,
-    quiet: bool = False,
+    progress: Progress = SILENT,
 ) -> dict[str, Any]:
     """Round a run's weights to fill the cap."""
-    with rounds_bar(quiet) as show:
+    with rounds_bar(progress) as show:
         job = open_pack_job(folder, cap_bytes, part, runtime)
         about = quantize_run(job, folder, runtime, show)
     summary = ("constant", "total_bytes", "cap_bytes", "tune_seconds", "seconds")
@@ -294,28 +294,28 @@ def pack(
     runtime: Runtime,
     cap_bytes: int | None = None,
     part: QuantPart | None = None,
-    quiet: bool = False,
+    progress: Progress = SILENT,
     tokenizer_inside: bool = True,
 ) -> Budget:
     """The artifact of a run, under its cap."""
-    with rounds_bar(quiet) as show:
+    with rounds_bar(progress) as show:
         return pack_run(folder, cap_bytes, part, runtime, show, tokenizer_inside)
 
 
 @contextmanager
-def rounds_bar(quiet: bool) -> Iterator[OnRound]:
+def rounds_bar(progress: Progress) -> Iterator[OnRound]:
     """A bar that counts the rounds in which a model is rounded and packed to find its size."""
     done = 0
-    with progress_bar("quantize", MOST_ROUNDS, quiet) as bar:
+    with progress.task("quantize", MOST_ROUNDS) as task:
 
         def show(tried: Round) -> None:
             nonlocal done
             done += 1
-            bar.update(done, f"{tried.total_bytes:,} bytes with constant {tried.constant:.3g}")
+            task.update(done, f"{tried.total_bytes:,} bytes with constant {tried.constant:.3g}")
 
-        bar.update(0, "rounding")
+        task.update(0, "rounding")
         yield show
-        bar.update(MOST_ROUNDS)
+        task.update(MOST_ROUNDS)
 
 
 def forecast_size(recipe: Recipe, tokenizer: Path | None = None) -> Budget:
