@@ -28,6 +28,11 @@ COMMENTED, FILE, LINE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 [(NAME, MODULE)] = ast.literal_eval("{" + LINE.strip() + "}").items()
 
 
+# The lever that the README shows.
+README = (Path(__file__).parents[2] / "README.md").read_text()
+README_FILE = re.findall(r"```py\n(.*?)```", README, re.DOTALL)[0]
+
+
 @pytest.fixture
 def add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Adds a file beside the levers, and its line to the table."""
@@ -91,6 +96,13 @@ def test_recipes_bundles_and_docs_know_it(tmp_path: Path) -> None:
     card = read_card(NAME)
     assert card.num_parameters == 512
     assert card.source == "this page, in the manner of PR 1219's stem."
+
+
+def test_the_lever_of_the_readme_keeps_the_contracts_of_its_seam(add: Callable[..., None]) -> None:
+    add("branch_bias", README_FILE)
+    contract.test_model_levers_are_causal_and_keep_documents_apart("branch_bias")
+    contract.test_the_neutral_state_is_the_model_without_the_lever("branch_bias")
+    contract.test_every_parameter_is_grouped_quantized_and_packed("branch_bias")
 
 
 def test_a_lever_with_neither_a_class_nor_a_function_is_refused(add: Callable[..., None]) -> None:
