@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tiny import TinyRun
+from underpar.audit.probes import first_documents
 from underpar.build.model import build_model
 from underpar.core.run_folder import RunFolder
 from underpar.core.runtime import Runtime
@@ -19,7 +20,7 @@ from underpar.data.folder import load_data
 from underpar.errors import BenchError, RunError
 from underpar.lab import quant_case, quant_curves
 from underpar.lab.quant_case import CURVES, Case
-from underpar.lab.quant_curves import FACTORS, Request, first_documents, main, measure, read_request
+from underpar.lab.quant_curves import FACTORS, Request, main, measure, read_request
 from underpar.model.gpt import GPT
 from underpar.quant import fisher
 from underpar.quant.calibration import TrainingText, collect

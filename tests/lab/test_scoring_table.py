@@ -8,7 +8,7 @@ import pytest
 
 from tiny import TinyRun
 from underpar.artifact.unpack import Artifact
-from underpar.build.scoring import Way
+from underpar.build.scoring import ScoringRequest
 from underpar.data.shards import Shard
 from underpar.lab import scoring_table
 from underpar.lab.scoring_table import ROWS, main, verdict
@@ -46,7 +46,7 @@ def test_every_row_has_a_price_a_time_and_a_verdict(measured: Path) -> None:
     assert all(row["seconds"] > 0 and row["tokens_per_second"] > 0 for row in rows)
     plain, _, published, stream = (row["bpb"] for row in rows)
     assert max(published, stream) < plain
-    # Nothing of another way to score is left from row to row.
+    # Nothing of another request to score is left from row to row.
     assert len({row["bpb"] for row in rows}) == len(rows)
     assert [row["order"] for row in rows] == ["stream", "stream", "published", "stream"]
     assert [verdict(row) for row in rows] == ["passes", "passes", "fails: knows lengths", "passes"]
@@ -85,9 +85,9 @@ def test_what_is_there_is_not_measured_again(
     (tmp_path / "scoring.json").write_text((measured / "scoring.json").read_text())
     measure_row, titles = scoring_table.measure_row, []
 
-    def listed(artifact: Artifact, shard: Shard, way: Way) -> dict[str, Any]:
-        titles.append(way.method.label)
-        return measure_row(artifact, shard, way)
+    def listed(artifact: Artifact, shard: Shard, request: ScoringRequest) -> dict[str, Any]:
+        titles.append(request.method.label)
+        return measure_row(artifact, shard, request)
 
     monkeypatch.setattr(scoring_table, "measure_row", listed)
     assert main(words_of(tiny_run, tmp_path, PLAIN, SLIDING, PUBLISHED, STREAM)) == 0

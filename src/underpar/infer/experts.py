@@ -19,10 +19,10 @@ Arrays = dict[str, npt.NDArray[Any]]
 class Proposals:
     """What is expected at n targets, one token each."""
 
+    # (n,) tokens, -1 for none; (n, K) for K experts side by side.
     hints: Ints
-    """(n,) tokens, -1 for none; (n, K) where K experts stand side by side."""
+    # The same shape, 0 to 1: how far the expert trusts its hint.
     confidence: Trust
-    """Of the same shape, 0 to 1: how far the expert trusts its hint."""
 
 
 class Strength(Protocol):

@@ -23,9 +23,10 @@ from typing import Any
 
 from underpar.artifact.unpack import Artifact
 from underpar.audit import order
+from underpar.audit.probes import first_documents
 from underpar.audit.rules import probe_size
 from underpar.build.artifact import read_artifact
-from underpar.build.scoring import Way, open_method, run_method
+from underpar.build.scoring import ScoringRequest, open_method, run_method
 from underpar.core.console import progress_bar
 from underpar.core.run_folder import RunFolder, write_atomic, write_json
 from underpar.core.runtime import Clock, Runtime, open_runtime
@@ -34,7 +35,6 @@ from underpar.data.folder import load_data
 from underpar.data.shards import Shard
 from underpar.errors import UnderparError
 from underpar.kernels.attention import backend_of
-from underpar.lab.quant_curves import first_documents
 from underpar.score.method import PUBLISHED, Method
 
 WARM_UP_DOCUMENTS = 4
@@ -118,20 +118,22 @@ def measure(request: Request) -> dict[str, Any]:
     chosen = [ROWS[i] for i in request.rows] if request.rows else list(ROWS)
     made = _made(runtime)
     # Libraries and kernels set themselves up.
-    run_method(artifact, first_documents(shard, WARM_UP_DOCUMENTS), Way(Method(), runtime))
+    run_method(
+        artifact, first_documents(shard, WARM_UP_DOCUMENTS), ScoringRequest(Method(), runtime)
+    )
     with progress_bar("scoring", len(chosen)) as bar:
         for done, row in enumerate(chosen):
             bar.update(done, row.title)
             method, recipe = open_method(artifact.recipe, row.method, row.changes)
             own = replace(artifact, recipe=recipe)
             if row.title not in rows:
-                found = measure_row(own, shard, Way(method, runtime, Clock("load")))
+                found = measure_row(own, shard, ScoringRequest(method, runtime, Clock("load")))
                 changes = {"method": asdict(row.method), "changes": list(row.changes)}
                 rows[row.title] = {"title": row.title, **changes, **found, "made": made}
                 record["rows"].append(rows[row.title])
                 write_json(path, record)
             if request.has_probes and "later_tokens" not in rows[row.title]:
-                rows[row.title] |= probe(own, shard, Way(method, runtime.for_probes))
+                rows[row.title] |= probe(own, shard, ScoringRequest(method, runtime.for_probes))
                 write_json(path, record)
     return record
 
@@ -146,7 +148,7 @@ def _made(runtime: Runtime) -> dict[str, str]:
     }
 
 
-def measure_row(artifact: Artifact, shard: Shard, way: Way) -> dict[str, Any]:
+def measure_row(artifact: Artifact, shard: Shard, way: ScoringRequest) -> dict[str, Any]:
     """Score once."""
     score = run_method(artifact, shard, way)
     seconds = sum(value for phase, value in score.seconds.items() if phase not in APART)
@@ -161,7 +163,7 @@ def measure_row(artifact: Artifact, shard: Shard, way: Way) -> dict[str, Any]:
     }
 
 
-def probe(artifact: Artifact, shard: Shard, way: Way) -> dict[str, int]:
+def probe(artifact: Artifact, shard: Shard, way: ScoringRequest) -> dict[str, int]:
     """Prices that depend on what comes later."""
 
     def trace(short: Shard) -> list[order.Commit]:

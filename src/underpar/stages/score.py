@@ -9,13 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from underpar.build.artifact import read_artifact, require_same_tokenizer
-from underpar.build.scoring import (
-    OnShare,
-    Way,
-    how_of,
-    open_method,
-    run_method,
-)
+from underpar.build.scoring import ScoringRequest, how_of, open_method, run_method
 from underpar.core.console import ERR, progress_bar
 from underpar.core.dist import process_group
 from underpar.core.run_folder import RunFolder, write_json
@@ -27,6 +21,7 @@ from underpar.data.tokens.tokenizer import Tokenizer
 from underpar.score.ledger import Score
 from underpar.score.method import PLAIN, Method
 from underpar.score.partial import Partial, forget
+from underpar.score.tally import OnShare
 from underpar.train.loop import interruptible
 
 
@@ -95,8 +90,8 @@ def score_artifact(
     how, file = how_of(method, recipe, runtime), folder.partial_file(method.label)
     with process_group(runtime), interruptible() as is_asked:
         partial = Partial(file, {**what, "how": how}, runtime, clock, is_asked, _tell)
-        way = Way(method, runtime, clock, on_share, partial=partial)
-        score = run_method(replace(artifact, recipe=recipe), data.val, way)
+        request = ScoringRequest(method, runtime, clock, on_share, partial=partial)
+        score = run_method(replace(artifact, recipe=recipe), data.val, request)
     about = {
         "artifact_sha256": identity,
         "artifact_bytes": artifact_path.stat().st_size,

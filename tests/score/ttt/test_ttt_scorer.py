@@ -59,9 +59,9 @@ def test_every_target_is_priced_once(
     assert (run.score.order, run.score.stopped_at, run.score.side_bits) == (method.order, -1, 0.0)
 
 
-def test_without_a_rate_adapters_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_rate_adapters_change_no_bit() -> None:
     assert Run().go().bits != (frozen := Run(settings=FROZEN).go()).bits
-    bare = Run(method=stop_after(monkeypatch, 0)).go()
+    bare = Run(**stop_after(0)).go()
     assert {kind for kind, _, _ in bare.score.events} == {"price", "stop"}
     for document in range(SHARD.num_documents):
         assert np.array_equal(frozen.nats(document), bare.nats(document))
@@ -72,9 +72,9 @@ def test_without_a_rate_prices_are_those_of_sliding_windows(keys: str, stride: i
     # A window that is read again begins without a token before it: no lever here looks back.
     found = Run(settings=replace(FROZEN, keys=keys), model=randomized(PLAIN)).go()
     wanted = Run(model=found.model)
-    scorer = Scorer(wanted.predictor, SHARD, ALONE, Clock())
-    scorer.on_commit = lambda *commit: wanted.commits.append(commit)
-    scorer.run(ScorePart(), method=Method(stride=stride))
+    method, commits = Method(stride=stride), wanted.commits
+    scorer = Scorer(wanted.predictor, SHARD, ALONE, Clock(), ScorePart(), method)
+    replace(scorer, on_commit=lambda *commit: commits.append(commit)).run()
     for document in range(SHARD.num_documents):
         np.testing.assert_allclose(
             found.nats(document), wanted.nats(document), rtol=0, atol=1e-4, strict=True
@@ -210,10 +210,10 @@ def test_published_phases_are_followed_by_new_adapters() -> None:
     assert phased.bits[4] != Run(settings=settings, method=SORTED).go().bits[4]
 
 
-def test_time_that_is_up_ends_the_learning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_learning_ends_when_time_is_over() -> None:
     whole = Run().go()
     phases = phased_sgd.PhasedSGD(phased_sgd.Settings(prefix=0.75, lr=0.1, chunk_tokens=16))
-    late = Run(method=stop_after(monkeypatch, 5), phases=phases)
+    late = Run(**stop_after(5), phases=phases)
     before = late.predictor.state_hash()
     score = late.go().score
     assert (score.stopped_at, score.side_bits) == (5, STOP_BITS)
