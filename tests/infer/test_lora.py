@@ -433,6 +433,6 @@ def test_renewed_adapters_are_new_ones_where_the_old_ones_were(model: GPT) -> No
     learn(model, lora, make_tokens(0), [True, True, False])
     assert not torch.equal(lora.weights, new.weights)
     lora.renew()
-    for name in ("_weights", "_moments", "_steps", "_work"):
+    for name in ("weights", "moments", "steps", "work"):
         assert torch.equal(getattr(lora, name), getattr(new, name))
     assert [lora.weights.data_ptr(), lora.work.data_ptr()] == where

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from underpar.core.dist import from_main
-from underpar.core.runtime import Runtime
 from underpar.errors import RuleError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from underpar.core.runtime import Runtime
 
 # Decodable: everything a price depends on follows from targets priced before it.
 STREAM = "stream"

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from underpar.core.runtime import Clock
 from underpar.data.shards import Shard
 from underpar.errors import RuleError
 from underpar.score.ledger import Entry, Score
 from underpar.score.method import STOP_BITS, Method
+
+if TYPE_CHECKING:
+    from underpar.core.runtime import Clock
 
 # Called with a document, its first target that is entered, and the final nats (n,) of the targets.
 OnCommit = Callable[[int, int, np.ndarray], None]

@@ -15,7 +15,18 @@ from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.utils import counters
 
-from lane_runs import ALONE, CONTEXT, NUM_TARGETS, SETTINGS, SHARD, SORTED, STREAM, Run, make_shard
+from lane_runs import (
+    ALONE,
+    CONTEXT,
+    NUM_TARGETS,
+    SETTINGS,
+    SHARD,
+    SORTED,
+    STREAM,
+    VOCAB,
+    Run,
+    make_shard,
+)
 from lever_stacks import CPU
 from thread_ranks import Ranks
 from underpar.compile import regions as compiled
@@ -62,6 +73,25 @@ def test_a_document_learns_once_between_two_chunks(monkeypatch: pytest.MonkeyPat
     assert list(steps.values()) == [max(0, num - 1) for num in num_chunks]
     # Lanes whose document has ended, in steps in which others learn.
     assert moved and not any(moved)
+
+
+def test_adapted_prices_of_all_tokens_are_one_distribution() -> None:
+    run = Run()
+    reading = KeptLanes(run.model.spec, SHARD.doc, lambda first: SETTINGS.chunk, 2, CPU)
+    lora = Lora(run.model, SETTINGS, range(2), CPU)
+    batch = LaneBatch(run.predictor, reading, lora, forward_step, Clock())
+    every_token = np.tile(np.arange(VOCAB), (SETTINGS.chunk, 1))
+    for first in range(0, 3 * SETTINGS.chunk, SETTINGS.chunk):
+        chunks = [Chunk(lane, 3 + 3 * lane, first, SETTINGS.chunk, False) for lane in range(2)]
+        batch.begin(chunks)
+        priced = batch.price(chunks, dict.fromkeys(range(2), every_token))
+        batch.learn(chunks)
+        for chunk in chunks:
+            log_p = priced[chunk.lane]
+            np.testing.assert_allclose(np.exp(log_p[:, 1:]).sum(axis=1), 1, atol=1e-5)
+            targets = SHARD.doc(chunk.document)[first + 1 : first + 1 + SETTINGS.chunk]
+            assert np.array_equal(log_p[:, 0], log_p[np.arange(len(targets)), 1 + targets])
+    assert lora.steps.tolist() == [3, 3]
 
 
 @pytest.mark.parametrize("num_lanes", [1, 2, 50])

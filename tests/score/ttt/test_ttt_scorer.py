@@ -20,12 +20,14 @@ from lane_runs import (
     STREAM,
     Run,
     changed,
+    make_shard,
     shortened,
     stop_after,
     without,
 )
 from lever_stacks import randomized
 from underpar.core.runtime import Clock
+from underpar.data.loader import pack_documents
 from underpar.infer.experts import Ints, Proposals
 from underpar.infer.ngram import CountExpert, Gate, MatchExpert
 from underpar.infer.strengths import make_strength
@@ -79,6 +81,21 @@ def test_without_a_rate_prices_are_those_of_sliding_windows(keys: str, stride: i
         np.testing.assert_allclose(
             found.nats(document), wanted.nats(document), rtol=0, atol=1e-4, strict=True
         )
+
+
+@KEYS
+def test_without_a_rate_prices_are_those_of_the_predictor(keys: str) -> None:
+    shard = make_shard([CONTEXT, 5, 12, 2, 1])
+    settings = replace(FROZEN, keys=keys, chunk=CONTEXT, lanes=1)
+    run = Run(shard, settings).go()
+    for document in range(shard.num_documents - 1):
+        batch, _ = pack_documents([shard.doc(document)], 1, CONTEXT)
+        nats, wanted = run.nats(document), run.predictor.nll(batch).double().numpy()
+        if keys == "fresh":
+            # The same shapes: one row is one packed document.
+            assert np.array_equal(nats, wanted)
+        # Kept lanes have another kernel for attention.
+        np.testing.assert_allclose(nats, wanted, rtol=0, atol=1e-5)
 
 
 @WAYS
