@@ -19,7 +19,7 @@ from underpar.score.method import ADAPT, PLAIN
 from underpar.stages.data import build_options
 from underpar.stages.pack import pack_run
 from underpar.stages.score import score_artifact
-from underpar.stages.train import train_run
+from underpar.stages.train import train
 
 CPU = Runtime(torch.device("cpu"))
 
@@ -74,7 +74,7 @@ def tiny_run(
 ) -> TinyRun:
     """Trained, packed and scored; shared, so tests must not change it (copy it first)."""
     folder = RunFolder(tmp_path_factory.mktemp("runs") / "tiny")
-    assert train_run(tiny_recipe, tiny_data, folder, CPU)
+    assert train(tiny_recipe, tiny_data, folder, CPU)["finished"]
     pack_run(folder)
     for method in (PLAIN, ADAPT):
         score_artifact(folder.artifact_file, tiny_data, CPU, method)

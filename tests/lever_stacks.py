@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from underpar.build.model import build_model, weight_shapes
-from underpar.data.loader import Batch, pack_documents
+from underpar.data.batch import Batch, pack_documents
 from underpar.errors import RecipeError
 from underpar.levers import LEVERS, lever_module
 from underpar.model.gpt import GPT

@@ -118,7 +118,7 @@ def columns_of(shard: Shard) -> Columns:
     """A whole shard as what a writer takes."""
     return Columns(
         tokens=np.array(shard.tokens),
-        weights=None,
+        source_bytes=None,
         counts=np.diff(shard.starts, append=shard.num_tokens),
         doc_bytes=np.array(shard.doc_bytes),
         doc_hashes=np.array(shard.doc_hashes),

@@ -33,8 +33,19 @@ LEVELS = [
     ["lab", "api"],
     ["cli", "__main__"],
 ]
-# Levers know seams, kernels, infer and recipes, nothing else; stages never know levers.
-LEVER_MAY = {"underpar", "errors", "schema", "recipe", "seams", "kernels", "infer", "levers"}
+# Levers know seams, kernels, infer and recipes; stages never know levers. Fake quantization rounds
+# as the packer rounds: it shares the packer's rule for steps.
+LEVER_MAY = {
+    "underpar",
+    "errors",
+    "schema",
+    "recipe",
+    "seams",
+    "kernels",
+    "infer",
+    "levers",
+    "quant",
+}
 KNOWS_LEVERS = {"build", "submit", "levers"}
 
 
@@ -83,20 +94,48 @@ def test_only_runtime_reads_the_environment(path: Path) -> None:
     assert (reads is not None) == (path == SOURCE / "core" / "runtime.py")
 
 
-def test_the_readme_prints_the_tree() -> None:
-    readme = (ROOT / "README.md").read_text()
-    block = re.search(r"```\nsrc/underpar/\n(.*?)```", readme, re.DOTALL)
-    assert block, "README has no tree"
-    named = re.findall(r"[\w/.-]+\.(?:py|toml|j2)", block[1])
-    here = [str(f.relative_to(SOURCE)) for f in FILES if f.name != "__init__.py"]
-    here += [str(f.relative_to(SOURCE)) for f in SOURCE.rglob("*.toml")]
-    folders = re.findall(r"^  (\w+)/", block[1], re.MULTILINE)
-    assert set(folders) == {
-        p.name for p in SOURCE.iterdir() if p.is_dir() and p.name != "__pycache__"
-    }
-    missing = [f for f in here if Path(f).name not in {Path(n).name for n in named}]
-    gone = [n for n in named if not any(f.name == Path(n).name for f in SOURCE.rglob("*"))]
-    assert (missing, gone) == ([], [])
+def printed_tree(text: str, top: str) -> set[str]:
+    """Paths of files and folders in the indented tree of a page; two spaces per level."""
+    block = re.search(rf"```\n{re.escape(top)}\n(.*?)```", text, re.DOTALL)
+    assert block, f"no tree of {top}"
+    paths, parents = set(), [""]
+    for line in block[1].splitlines():
+        indent, name = re.match(r"( *)(\S+)", line).groups()  # type: ignore[union-attr]
+        depth = len(indent) // 2
+        assert len(line.split()) > 1, f"{name} has no purpose beside it"
+        paths.add(parents[depth - 1] + name)
+        parents[depth:] = [parents[depth - 1] + name]
+    return paths
+
+
+def test_the_map_prints_the_tree() -> None:
+    here = {str(f.relative_to(SOURCE)) for f in FILES if f.name != "__init__.py"}
+    here |= {str(f.relative_to(SOURCE)) for f in SOURCE.rglob("*.toml")}
+    here |= {f"{f.parent.relative_to(SOURCE)}/" for f in FILES if f.name == "__init__.py"} - {"./"}
+    here.add("recipes/")
+    named = printed_tree((ROOT / "docs" / "map.md").read_text(), "src/underpar/")
+    others = {name for name in named if not name.endswith((".py", ".toml", "/"))}
+    assert all((SOURCE / name).exists() for name in others)
+    folders = {name for name in named if (SOURCE / name).is_dir()}
+    assert (here - named, named - here - others - folders) == (set(), set())
+
+
+def test_the_readme_is_short() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 120
+    assert max(map(len, lines)) <= 160
+
+
+def test_few_modules_stand_at_the_top() -> None:
+    assert len(list(SOURCE.glob("*.py"))) <= 7
+
+
+def test_the_architecture_page_states_these_levels() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    block = re.search(r"```imports\n(.*?)```", page, re.DOTALL)
+    assert block, "no list of imports"
+    stated = [re.findall(r"\w+", line.split("#")[0]) for line in block[1].splitlines()]
+    assert stated == LEVELS
 
 
 def test_test_files_have_names_of_their_own() -> None:

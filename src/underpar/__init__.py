@@ -14,12 +14,13 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Before torch runs its first op, or it is too late.
+# Before the first operation of torch: oneDNN reads the setting only once.
 guard_cpu()
 
 
 def load(artifact: str | Path, device: str = "cpu") -> Model:
     """Open an artifact: `m = underpar.load("model.upar")`, then m.score, m.generate, m.compress."""
-    # By name and late: `underpar --help` does not wait for torch, and no bundle carries the API.
+    # Imported by name and only now: `underpar --help` does not wait for torch, and the counted
+    # script, which follows imports, does not contain the API.
     model: Model = import_module("underpar.api").Model.open(artifact, device)
     return model

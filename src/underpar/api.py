@@ -1,4 +1,4 @@
-"""The Python interface: `underpar.load("model.upar")` and what can be done with it."""
+"""The Python interface: `underpar.load("model.upar")` returns a `Model`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from underpar.build.artifact import build_tokenizer, read_artifact
 from underpar.build.model import build_predictor
 from underpar.codec.stream import Codec
 from underpar.core.runtime import open_runtime
-from underpar.data.loader import pack_documents
+from underpar.data.batch import pack_documents
 from underpar.errors import DataError
 from underpar.infer.generate import Sampling, generate
 from underpar.recipe import Recipe
@@ -21,7 +21,7 @@ from underpar.score.ledger import Entry, Score
 
 @dataclass(frozen=True)
 class Model:
-    """An open artifact."""
+    """An open artifact: score, generate, compress."""
 
     recipe: Recipe
     codec: Codec
@@ -45,7 +45,7 @@ class Model:
         return Score("plain", [Entry(0, bits, len(raw), len(document))])
 
     def stream(self, prompt: str = "", **sampling: float) -> Iterator[str]:
-        """Text after `prompt`, piece by piece; options as in `Sampling`."""
+        """Text after `prompt`, piece by piece; options of `Sampling`: max_tokens, temperature..."""
         options = Sampling(**sampling)  # type: ignore[arg-type]
         return generate(self.codec.predictor, self.codec.tokenizer, prompt, options)
 
@@ -54,9 +54,13 @@ class Model:
         return "".join(self.stream(prompt, **sampling))
 
     def compress(self, data: bytes) -> bytes:
-        """Any bytes, smaller if they are text."""
+        """Compress any bytes; text gets smaller."""
         return self.codec.compress(data)
 
     def decompress(self, data: bytes, any_machine: bool = False) -> bytes:
-        """What `compress` was given; `any_machine` tries where floats may differ."""
+        """The bytes that `compress` was given.
+
+        Data of another machine or version of torch is refused, because its floats may differ;
+        `any_machine` tries all the same.
+        """
         return self.codec.decompress(data, any_machine)

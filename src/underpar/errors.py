@@ -1,20 +1,24 @@
-"""Mistakes a user can make or meet. Each message is one line: value, expectation, place."""
+"""Errors that a user can cause or meet. A message is one line: the value, what to do instead."""
 
 
 class UnderparError(Exception):
-    """Base of every error the command line turns into one line and exit code 2."""
+    """Base of all errors that the command line prints as one line, with exit code 2."""
 
 
 class RecipeError(UnderparError):
     """A recipe, an override or a lever setting that cannot be used."""
 
 
+class LeverError(UnderparError):
+    """A lever whose file does not follow the convention, or whose hooks do not fit their seams."""
+
+
 class DataError(UnderparError):
-    """Text, a tokenizer or a shard that is missing, damaged or does not fit."""
+    """Text, a tokenizer or a shard that is missing, damaged or does not belong together."""
 
 
 class RunError(UnderparError):
-    """A run folder that lacks a file or holds one that does not belong to it."""
+    """A run folder that lacks a file, or has a file of another run."""
 
 
 class ArtifactError(UnderparError):
@@ -26,7 +30,7 @@ class CodecError(UnderparError):
 
 
 class RuleError(UnderparError):
-    """A step that would break a rule of honest scoring."""
+    """A request that would break a rule of honest scoring."""
 
 
 class BenchError(UnderparError):

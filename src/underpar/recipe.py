@@ -1,8 +1,8 @@
-"""Recipes: what to build, as data. Frozen dataclasses, TOML in and out, overrides, a hash.
+"""Recipes: everything that defines a run, as data. Read and write TOML, override values, hash.
 
-A recipe file holds `base = "other"` and its differences only. Names stack with "+": `baseline+cpu`
-is the baseline with the overlay `cpu` on top. Levers are tables under `[levers]`; their settings
-are checked where levers are known, in `build`.
+A recipe file holds `base = "other"` and only its differences from that base. Names stack with
+"+": `baseline+cpu` is the baseline with the overlay `cpu` on top. Each lever is a table under
+`[levers]`. Its settings are checked in `build`, because this module does not know the levers.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from underpar.schema import (
 
 Tree = dict[str, Any]
 
-# Above any count of tokens or bytes, and within what tensors and files can hold.
+# Above any number of tokens or bytes, and small enough for tensors and files.
 LARGEST_NUMBER = 1e15
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that names a run. Parts are handed out; the whole is never passed down."""
+    """All values that define a run. A function that needs one section takes that section."""
 
     data: DataPart = field(default_factory=DataPart)
     model: ModelSpec = field(default_factory=ModelSpec)
@@ -50,7 +50,7 @@ class Recipe:
 
     @property
     def hash(self) -> str:
-        """Ten hex digits of the resolved recipe; equal recipes have equal hashes."""
+        """Ten hex digits of SHA-256; equal recipes have equal hashes."""
         canonical = json.dumps(to_tree(self), sort_keys=True)
         return hashlib.sha256(canonical.encode()).hexdigest()[:10]
 
@@ -66,12 +66,12 @@ def list_recipes() -> dict[str, str]:
 
 
 def read_recipe_file(path: Path) -> Recipe:
-    """The recipe in one TOML file; unlike a name, a path may hold a '+'."""
+    """The recipe in one TOML file; a '+' in the path has no meaning here."""
     return from_tree(_read_with_base(str(path), seen=()))
 
 
 def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
-    """Resolve `name` (shipped names or .toml paths, stacked with '+') and `a.b=c` overrides."""
+    """The recipe of shipped names or .toml paths, stacked with '+', with overrides `a.b=c`."""
     tree: Tree = {}
     for part in name.split("+"):
         tree = merge(tree, _read_with_base(part, seen=()))
@@ -104,7 +104,7 @@ def _read_toml(name: str) -> Tree:
 
 
 def merge(base: Tree, change: Tree) -> Tree:
-    """`base` with the values of `change` laid over it, table by table."""
+    """`base` with the values of `change` instead of its own, table by table."""
     merged = dict(base)
     for key, value in change.items():
         old = merged.get(key)
@@ -114,7 +114,7 @@ def merge(base: Tree, change: Tree) -> Tree:
 
 
 def parse_override(text: str) -> Tree:
-    """`a.b=c` as a tree; c is a TOML value, or a bare word taken as a string."""
+    """`a.b=c` as nested tables; c is a TOML value, or else a string without quotes."""
     key, mark, value = text.partition("=")
     require(bool(mark and key.strip()), f"--set {text!r}: expected section.key=value")
     try:
@@ -128,19 +128,19 @@ def parse_override(text: str) -> Tree:
 
 
 def nearest(name: str, choices: Sequence[str]) -> str:
-    """A hint for a message: the closest of `choices`, or all of them."""
+    """A hint for an error message: the closest of `choices`, or all of them."""
     close = difflib.get_close_matches(name, choices, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; choose from {', '.join(choices)}"
 
 
 def require_known(name: str, choices: Sequence[str], complaint: str) -> None:
-    """Refuse a name that is none of `choices`, with a hint that takes time to find."""
+    """Raise a RecipeError unless `name` is one of `choices`; the message has a hint."""
     if name not in choices:
         raise RecipeError(complaint + nearest(name, choices))
 
 
 def from_tree(tree: Tree) -> Recipe:
-    """A validated Recipe from nested tables; unknown keys are refused with the nearest name."""
+    """The recipe of nested tables. Unknown keys, wrong types and bad values are errors."""
     parts = {f.name: f for f in dataclasses.fields(Recipe)}
     values: Tree = {}
     for name, table in tree.items():
@@ -156,7 +156,7 @@ def _part(name: str, table: Mapping[str, Any]) -> Any:
 
 
 def fields_from(kind: type, table: Mapping[str, Any], where: str) -> Tree:
-    """Check `table` against the fields of dataclass `kind`: names, then types."""
+    """The values of `table` for the fields of dataclass `kind`; names and types are checked."""
     hints = typing.get_type_hints(kind)
     names = [f.name for f in dataclasses.fields(kind)]
     values = {}
@@ -217,5 +217,5 @@ def to_toml(recipe: Recipe) -> str:
 
 
 def _toml_lines(table: Tree) -> list[str]:
-    # JSON and TOML write strings, numbers, booleans and flat lists alike.
+    # JSON and TOML write strings, numbers, booleans and flat lists in the same way.
     return [f"{key} = {json.dumps(value)}" for key, value in table.items()]

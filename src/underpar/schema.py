@@ -1,4 +1,4 @@
-"""The parts of a recipe: frozen dataclasses whose defaults are the baseline's values."""
+"""The sections of a recipe: frozen dataclasses. The defaults are the baseline's values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ def require(condition: bool, message: str) -> None:
 
 @dataclass(frozen=True)
 class DataPart:
-    """How text becomes tokens; transforms are levers. `cross_words`: pieces reach over spaces."""
+    """How text becomes tokens. Text transforms are levers, so they are not here.
+
+    `holdout` is the share of documents that are held out, `tokenizer` is "bpe" or "bytes".
+    `cross_words` lets pieces of the vocabulary contain spaces between words.
+    """
 
     holdout: float = 0.1
     tokenizer: str = "bpe"
@@ -27,7 +31,7 @@ class DataPart:
         require(known, f"data.tokenizer = {self.tokenizer!r}: expected 'bpe' or 'bytes'")
 
 
-# Far above any model of 16 MB: a foreign artifact's shapes are checked before they are built.
+# Far above any model of 16 MB. Shapes of an unknown artifact are checked before memory is taken.
 LARGEST = {
     "vocab_size": 1 << 20,
     "num_layers": 256,
@@ -41,7 +45,7 @@ LARGEST = {
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Shapes of the transformer; no behavior."""
+    """Shapes and constants of the transformer."""
 
     vocab_size: int = 8192
     num_layers: int = 11
@@ -79,7 +83,7 @@ class ModelSpec:
 
 
 def parse_points(points: tuple[str, ...], where: str) -> tuple[tuple[float, float], ...]:
-    """("1024@0.1", "2048@1") -> ((1024, 0.1), (2048, 1)): values, each up to a share of the run."""
+    """("1024@0.1", "2048@1") -> ((1024, 0.1), (2048, 1)): each value holds up to its progress."""
     parsed = []
     for point in points:
         value, _, share = point.partition("@")
@@ -95,14 +99,22 @@ def parse_points(points: tuple[str, ...], where: str) -> tuple[tuple[float, floa
 
 @dataclass(frozen=True)
 class TrainPart:
-    """Budgets (0: no limit, first reached ends), batch, schedules, rates.
+    """Budget, batch, schedules and learning rates.
 
-    A step's micro-batches have `micro_batch_tokens` tokens, or take `micro_sizes` in turn, and are
-    cut at `context`, at `contexts` in turn, or at the length that `stages` name for the moment
-    ("1024@0.1": up to a tenth of the run). After a change of stage rates rise again over
-    `rewarm_steps`. `decay_curve` scales weight decay ("1@0.7", "0.5@1": constant, then falling).
-    `reserve_seconds` of the time are left to what comes after training. The held-out text is priced
-    every `validate_every_seconds` of training (0: at the end only), for the log and nothing else.
+    Budgets: a limit of 0 is no limit; training ends at the first limit it reaches.
+    `reserve_seconds` of `budget_seconds` are kept for calibration and tuning after training.
+
+    Batch: a step has `num_micro_batches` micro-batches of `micro_batch_tokens` tokens, or of the
+    sizes `micro_sizes` in turn. Documents are cut at `context` tokens, or at `contexts` in turn, or
+    at the length of the current stage: `stages` ("1024@0.1", "2048@1") cut at 1024 tokens up to a
+    tenth of the run, then at 2048. After a change of stage the learning rates rise again over
+    `rewarm_steps` steps.
+
+    Schedules: `decay_curve` scales weight decay over the run: ("1@0.7", "0.5@1") is constant up to
+    0.7 and falls to a half at the end.
+
+    Validation: every `validate_every_seconds` of training (0: only at the end) the held-out text is
+    priced for the log. Training does not depend on it.
     """
 
     seed: int = 1337
@@ -144,7 +156,7 @@ class TrainPart:
         given = min(budgets) >= 0 and max(budgets) > 0
         require(given, "train.budget_seconds, budget_steps, budget_tokens: give one above 0")
         reserve = self.reserve_seconds
-        # Without a limit in seconds there is nothing to keep them of.
+        # Without a limit in seconds, there is no budget to keep seconds from.
         require(
             0 <= reserve < self.budget_seconds or self.budget_seconds == 0 <= reserve,
             f"train.reserve_seconds = {reserve}: expected less than budget_seconds",
@@ -172,26 +184,27 @@ class TrainPart:
 
     @property
     def context_stages(self) -> tuple[tuple[float, float], ...]:
-        """Tokens, each up to a share of the run."""
+        """`stages` as numbers: length in tokens, and the progress up to which it holds."""
         return parse_points(self.stages, "train.stages")
 
 
 @dataclass(frozen=True)
 class QuantPart:
-    """Ordered rules `pattern scheme`; a tensor takes the first rule that matches its name.
+    """How weights are quantized: `rules`, in order, are "pattern scheme".
 
-    The rest concerns schemes that need to know a matrix's inputs: gptqB:k and gridS.
+    A tensor takes the scheme of the first rule whose pattern matches its name. The other values
+    are for schemes that need the inputs of a matrix: gptqB:k and gridS.
     """
 
     rules: tuple[str, ...] = ("* fp16",)
     constant: float = 0.0
-    """Sets the steps of all grids; 0: the one with which they fill the cap."""
+    """Sets the steps of all grids; 0: choose the constant with which the file fills the cap."""
     calibration: str = "train"
-    """Text that is read to know the inputs: "train", or "self" for what the model writes."""
+    """Text for the calibration: "train", or "self", which the model writes."""
     calibration_batches: int = 16
     calibration_batch_tokens: int = 65_536
     fisher_batches: int = 4
-    """Batches that are read backwards too."""
+    """Batches with a backward pass, for what errors in the weights cost."""
     awq_groups: int = 1
     awq_group_columns: int = 64
     lqer_tensors: int = 0
@@ -232,7 +245,7 @@ class QuantPart:
 
 @dataclass(frozen=True)
 class ScorePart:
-    """How the held-out text is priced."""
+    """Sizes of scoring: tokens per forward pass, and tokens per chunk of adaptation."""
 
     batch_tokens: int = 65_536
     adapt_tokens: int = 8_192
@@ -245,7 +258,7 @@ class ScorePart:
 
 @dataclass(frozen=True)
 class LimitsPart:
-    """The byte budget: model file, tokenizer and code together."""
+    """The byte budget of model file, tokenizer and code together."""
 
     cap_bytes: int = 16_000_000
 

@@ -1,16 +1,18 @@
 """Every hook a lever may implement, by stage.
 
-A lever is one file in `levers/`: a docstring, a frozen dataclass `Settings`, and `plug(settings,
-spec)`, which returns an object with one or more of the methods below. `build` plugs it in. A seam
-is a list resolved once when the model is built; an empty one costs nothing.
+A lever is one file in `levers/`: a docstring, a frozen dataclass `Settings`, and a class `Lever`,
+made from settings and spec, with one or more of the methods below. A lever whose object is made in
+another way has a function `plug(settings, spec)` instead. `build` plugs levers in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import isfunction, signature
 from typing import TYPE_CHECKING, Any, Protocol
 
+from underpar.errors import LeverError
 from underpar.schema import require
 
 if TYPE_CHECKING:
@@ -25,27 +27,24 @@ if TYPE_CHECKING:
 # The token that begins every document, in every tokenizer here.
 BOS_ID = 1
 
-# Lists: every lever that has the method is called, in the order of the lever table.
-MODEL_SEAMS = (
-    "progress",
-    "check",
-    "order",
-    "embed",
-    "stem",
-    "before",
-    "mix",
-    "normed",
-    "qkv",
-    "reach",
-    "attn_out",
-    "mlp_out",
-    "branch",
-    "adjust",
-    "after",
-    "finish",
-)
-# Places for one lever at a time: it replaces what the baseline does there.
-SINGLE_SEAMS = ("frequencies", "activate", "cap")
+
+def methods_of(kind: type) -> list[str]:
+    """Names of the public methods that a class or protocol itself defines."""
+    return [n for n, value in vars(kind).items() if isfunction(value) and not n.startswith("_")]
+
+
+def check_call(what: str, hook: Callable[..., Any], method: Callable[..., Any]) -> None:
+    """Refuse a hook that cannot be called with the arguments of a protocol's method."""
+    # The first parameter of the method is its object.
+    wanted = list(signature(method).parameters)[1:]
+    try:
+        signature(hook).bind(*wanted)
+    except TypeError:
+        name = method.__name__
+        raise LeverError(
+            f"{what}: its hook {name}{signature(hook)} does not fit its seam, which calls "
+            f"{name}({', '.join(wanted)}); see ModelHook in underpar/seams.py"
+        ) from None
 
 
 def check_layers(lever: str, layers: tuple[int, ...], spec: ModelSpec) -> tuple[int, ...]:
@@ -111,13 +110,14 @@ class LeverModule(Protocol):
     STAGE: str
     Settings: type
 
+    # One of these two makes the object whose methods are the hooks:
+    # - Lever, a class whose arguments are the settings and the ModelSpec,
+    # - plug(settings, spec), a function that returns the object.
+    #
     # Optional: NEEDS, names of levers without which this one does nothing; NEUTRAL, the settings
     # that equal the stack without it, for a lever that has no parameters; TINY, a tuple of settings
     # for the contract tests, where the defaults would not show in a small model or not be all;
     # ENGINE, the module that scores with it, where that is not the usual one.
-
-    def plug(self, settings: Any, spec: ModelSpec) -> Any:
-        """The object whose methods are the hooks."""
 
 
 class TextTransform(Protocol):
@@ -136,7 +136,7 @@ class TextTransform(Protocol):
     def inverse(self, text: str) -> str:
         """The source text; a DataError where `text` is none that `forward` gives."""
 
-    def weights(self, text: str) -> npt.NDArray[np.int64]:
+    def source_bytes(self, text: str) -> npt.NDArray[np.int64]:
         """The byte law: source bytes behind each code point of a transformed text."""
 
 
@@ -244,8 +244,8 @@ class ModelHook(Protocol):
     def finish(self, stream: Stream) -> None:
         """Change the stream after the last visit."""
 
-    def cap(self, logits: Tensor) -> Tensor:
-        """Cap the raw logits (N, V), in place of the constant soft cap."""
+    def cap(self, logits: Tensor, fused: bool) -> Tensor:
+        """Cap the raw logits (N, V), in place of the constant soft cap; `fused` as for soft_cap."""
 
     def neutral_(self) -> None:
         """Set the parameters with which the model equals the one without this lever."""

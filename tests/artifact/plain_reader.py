@@ -17,18 +17,18 @@ Lines = list[list[int]]
 
 
 @cache
-def tails(bell: int) -> list[int]:
-    """T of a bell."""
-    g = POWERS[bell]
+def tails(exponent: int) -> list[int]:
+    """T of an exponent."""
+    g = POWERS[exponent]
     width = math.sqrt(gamma(1 / g) / gamma(3 / g))
     found = [round(float(gammaincc(1 / g, (k / 8 / width) ** g)) * 2**29) for k in range(65)]
     return found[: found.index(0)] if 0 in found else found
 
 
-def mass_above(bell: int, bucket: int, h: int) -> int:
+def mass_above(exponent: int, bucket: int, h: int) -> int:
     octave, i = divmod(bucket - 36, 8)
     q, p = divmod(h * round(2 ** (30 - i / 8)) // 2 ** (12 + octave), 2**16)
-    t = tails(bell)
+    t = tails(exponent)
     at = min(q, len(t) + 1)
     y0, y1, y2, y3 = [2**30 - t[1], *t, 0, 0, 0, 0][at : at + 4]
     a, b, c = y1 - y0, y2 - 2 * y1 + y0, y3 - 3 * y2 + 3 * y1 - y0
@@ -36,10 +36,10 @@ def mass_above(bell: int, bucket: int, h: int) -> int:
     return max(y0 + slope * (p + 2**16) // (6 * 2**48), 0)
 
 
-def mass(bell: int, bucket: int, n: int, d: int) -> int:
+def mass(exponent: int, bucket: int, n: int, d: int) -> int:
     if n == 0:
-        return max(2**30 - 2 * mass_above(bell, bucket, d), 1)
-    return max(mass_above(bell, bucket, 2 * n - d) - mass_above(bell, bucket, 2 * n + d), 1)
+        return max(2**30 - 2 * mass_above(exponent, bucket, d), 1)
+    return max(mass_above(exponent, bucket, 2 * n - d) - mass_above(exponent, bucket, 2 * n + d), 1)
 
 
 def share(counts: list[int]) -> list[int]:
@@ -52,37 +52,39 @@ def share(counts: list[int]) -> list[int]:
 
 
 @cache
-def table(bell: int, bucket: int, d: int, z: int) -> tuple[list[int], list[int]]:
+def table(exponent: int, bucket: int, d: int, z: int) -> tuple[list[int], list[int]]:
     """Integers, and the frequencies of these and of escapes."""
     largest = z
-    while largest < d or mass(bell, bucket, largest, d) >= 2**12:
+    while largest < d or mass(exponent, bucket, largest, d) >= 2**12:
         largest += d
     integers = [*range(-largest, largest + 1, d)]
-    escape = 2 * mass_above(bell, bucket, 2 * largest + d) // d + 1
-    return integers, share([mass(bell, bucket, abs(n), d) for n in integers] + [escape] * d)
+    escape = 2 * mass_above(exponent, bucket, 2 * largest + d) // d + 1
+    return integers, share([mass(exponent, bucket, abs(n), d) for n in integers] + [escape] * d)
 
 
-class Lanes:
+class Coders:
     """States and words of a stream."""
 
-    def __init__(self, data: bytes, num_lanes: int) -> None:
-        self.states = [*struct.unpack_from(f"<{num_lanes}I", data)]
-        self.words = [*struct.unpack(f"<{len(data) // 2 - 2 * num_lanes}H", data[4 * num_lanes :])]
+    def __init__(self, data: bytes, num_coders: int) -> None:
+        self.states = [*struct.unpack_from(f"<{num_coders}I", data)]
+        self.words = [
+            *struct.unpack(f"<{len(data) // 2 - 2 * num_coders}H", data[4 * num_coders :])
+        ]
 
-    def take(self, lane: int, freqs: list[int]) -> int:
-        """The next symbol of a lane."""
-        slot, symbol, start = self.states[lane] % 2**14, 0, 0
+    def take(self, coder: int, freqs: list[int]) -> int:
+        """The next symbol of a coder."""
+        slot, symbol, start = self.states[coder] % 2**14, 0, 0
         while slot >= start + freqs[symbol]:
             start += freqs[symbol]
             symbol += 1
-        self.states[lane] = freqs[symbol] * (self.states[lane] >> 14) + slot - start
+        self.states[coder] = freqs[symbol] * (self.states[coder] >> 14) + slot - start
         return symbol
 
     def refill(self, num_active: int) -> None:
-        """Words for the first lanes, where they lack one."""
-        for lane in range(num_active):
-            if self.states[lane] < 2**16:
-                self.states[lane] = self.states[lane] << 16 | self.words.pop(0)
+        """Words for the first coders, where they lack one."""
+        for coder in range(num_active):
+            if self.states[coder] < 2**16:
+                self.states[coder] = self.states[coder] << 16 | self.words.pop(0)
 
     def finish(self) -> None:
         assert not self.words
@@ -91,13 +93,13 @@ class Lanes:
 
 def read_array(data: bytes, freqs: list[int], size: int) -> list[int]:
     wanted = min(max(size // (512 if size < 65536 else 8192), 1), 1024)
-    num_lanes = 2 ** int(math.log2(wanted))
-    lanes, symbols = Lanes(data, num_lanes), []
-    for begin in range(0, size, num_lanes):
-        active = min(num_lanes, size - begin)
-        symbols += [lanes.take(lane, freqs) for lane in range(active)]
-        lanes.refill(active)
-    lanes.finish()
+    num_coders = 2 ** int(math.log2(wanted))
+    coders, symbols = Coders(data, num_coders), []
+    for begin in range(0, size, num_coders):
+        active = min(num_coders, size - begin)
+        symbols += [coders.take(coder, freqs) for coder in range(active)]
+        coders.refill(active)
+    coders.finish()
     return symbols
 
 
@@ -123,25 +125,25 @@ def read_matrix(
         columns = [i - 48 for i in read_section(data[ends[1] : ends[2]], num_columns, v)]
     escapes = [*struct.unpack_from(f"<{num_escapes}h", data, ends[2])]
     wanted = min(max(num_rows * num_columns // 16, 2048), 16384)
-    num_lanes = -(-num_rows // max(1, wanted // num_columns))
-    lanes = Lanes(data[ends[2] + 2 * num_escapes :], num_lanes)
+    num_coders = -(-num_rows // max(1, wanted // num_columns))
+    coders = Coders(data[ends[2] + 2 * num_escapes :], num_coders)
     d, (h0, h1) = min(states, 2), CHECKS[states]
     out: list[list[int | None]] = [[] for _ in rows]
-    for begin in range(0, num_rows, num_lanes):
-        active = min(num_lanes, num_rows - begin)
+    for begin in range(0, num_rows, num_coders):
+        active = min(num_coders, num_rows - begin)
         state = [0] * active
         for column in columns:
-            for lane in range(active):
-                bucket = min(max(rows[begin + lane] + column, 0), 95)
-                integers, freqs = table(kind % 4, bucket, d, state[lane] % d)
-                symbol = lanes.take(lane, freqs)
+            for coder in range(active):
+                bucket = min(max(rows[begin + coder] + column, 0), 95)
+                integers, freqs = table(kind % 4, bucket, d, state[coder] % d)
+                symbol = coders.take(coder, freqs)
                 inside = symbol < len(integers)
-                out[begin + lane].append(integers[symbol] if inside else None)
+                out[begin + coder].append(integers[symbol] if inside else None)
                 x = integers[symbol] // 2 % 2 if inside else symbol - len(integers)
-                odd = state[lane] % 2
-                state[lane] = state[lane] >> 1 ^ odd * (h0 >> 1) ^ x * (h1 >> 1)
-            lanes.refill(active)
-    lanes.finish()
+                odd = state[coder] % 2
+                state[coder] = state[coder] >> 1 ^ odd * (h0 >> 1) ^ x * (h1 >> 1)
+            coders.refill(active)
+    coders.finish()
     return [[escapes.pop(0) if n is None else n for n in row] for row in out]
 
 

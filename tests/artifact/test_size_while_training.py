@@ -22,14 +22,15 @@ from underpar.core.run_folder import RunFolder
 from underpar.core.runtime import Runtime
 from underpar.core.tensor_files import read_tensors
 from underpar.data.folder import load_data
-from underpar.data.loader import Batch, MicroBatch
+from underpar.data.loader import MicroBatch
 from underpar.data.made_up import made_up_batch
-from underpar.quant.rounding import as_rows, row_steps
+from underpar.quant.rounding import as_rows, stored_steps
 from underpar.quant.rules import quantize_model
 from underpar.quant.schemes import parse_scheme
 from underpar.recipe import Recipe, load_recipe
 from underpar.stages.train import make_trainer
 from underpar.submit.bundle import bundle
+from underpar.train.loop import Trainer
 from underpar.train.optim import Optimizer
 from underpar.train.step import mean_loss
 
@@ -123,7 +124,7 @@ def test_steps_are_those_of_the_packer(rule: str, shape: tuple[int, ...]) -> Non
     expected = as_rows(weight.numpy(), scheme.group)
     assert np.array_equal(rows.numpy(), expected)
     steps = _row_steps(rows, scheme).numpy()[:, 0]
-    assert steps == pytest.approx(row_steps(expected, scheme), rel=2**-10)
+    assert steps == pytest.approx(stored_steps(expected, scheme), rel=2**-10)
 
 
 def test_one_column_and_runs_that_do_not_fit_have_a_size() -> None:
@@ -199,6 +200,16 @@ def test_the_code_is_counted_once_and_late() -> None:
     assert asked == [1]
 
 
+def tick_per_micro_batch(trainer: Trainer, now: list[float]) -> None:
+    """Have every micro-batch of training take half a second of a made-up clock."""
+
+    def tick(module: torch.nn.Module, args: object) -> None:
+        # Validation embeds tokens too, with modules in evaluation mode.
+        now[0] += 0.5 if module.training else 0.0
+
+    trainer.model.embedding.register_forward_pre_hook(tick)
+
+
 def test_metrics_say_the_size_where_it_is_due(
     tiny_data: Path, tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,17 +224,14 @@ def test_metrics_say_the_size_where_it_is_due(
     assert size_of is not None
     seen: list[dict[str, Tensor]] = []
 
-    def loss_of(model: torch.nn.Module, batch: Batch) -> Tensor:
-        # Two micro-batches a step: a step takes a second.
-        now[0] += 0.5
-        return mean_loss(model, batch)
-
     def slow_size_of(weights: Mapping[str, Tensor]) -> int:
         now[0] += 100.0
         seen.append({name: weight.clone() for name, weight in weights.items()})
         return size_of(weights)
 
-    trainer._loss_of, trainer.size_of = loss_of, slow_size_of
+    # Two micro-batches per step: a step takes a second.
+    tick_per_micro_batch(trainer, now)
+    trainer.size_of = slow_size_of
     assert trainer.run()
     lines = list(trainer.folder.metrics())
     # The clock of training stands still meanwhile.
@@ -249,11 +257,7 @@ def test_a_resumed_run_forecasts_where_an_unbroken_one_does(
         trainer = make_trainer(recipe, data, RunFolder(tmp_path), runtime)
         trainer.size_of = lambda weights: 7
 
-        def loss_of(model: torch.nn.Module, batch: Batch) -> Tensor:
-            now[0] += 0.5
-            return mean_loss(model, batch)
-
-        trainer._loss_of = loss_of
+        tick_per_micro_batch(trainer, now)
         trainer.run(lambda line: line["step"] == stop_at)
         return list(trainer.folder.metrics())
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from scipy.special import gamma, gammaincc
 
-from underpar.artifact import rans, width_fit, width_tables
+from underpar.artifact import width_fit, width_tables
+from underpar.artifact.frequencies import PROB_BITS, TOTAL
 from underpar.quant.trellis import LARGEST_CODE
 
-TOTAL = 1 << rans.PROB_BITS
 # SHA-256 of all tables: a change of any one breaks every artifact that was written.
 PINNED = "533727d60825a092be9275d4ce119031a985aa32bde7eefcd61871bbe5e6e36f"
 KINDS = [
@@ -35,7 +35,7 @@ def mass_above(exponent: int, bucket: int, edge: np.ndarray) -> np.ndarray:
     return gammaincc(1 / beta, (edge / width) ** beta) / 2
 
 
-def test_constants_are_those_of_the_bells() -> None:
+def test_constants_are_those_of_the_densities() -> None:
     for exponent, tail in enumerate(width_tables._TAILS):
         exact = mass_above(exponent, 36, np.arange(len(tail)) / 8)
         assert np.array_equal(np.rint(exact * 2**30), tail)
@@ -96,7 +96,7 @@ def test_heavy_tails_pay() -> None:
     gaussian = width_tables.Scales(0, scales.rows, scales.columns)
     book = width_tables.Book([gaussian], 1)
     places = book.find_symbols(codes, book.find_tables(gaussian))
-    gaussian_bits = np.sum(rans.PROB_BITS - np.log2(book.freqs[places]))
+    gaussian_bits = np.sum(PROB_BITS - np.log2(book.freqs[places]))
     assert bits <= 0.98 * gaussian_bits
 
 
@@ -132,6 +132,6 @@ def test_spread_of_indices_is_near_their_entropy(
     indices = np.clip(center + noise, 0, width_tables.NUM_BUCKETS - 1)
     freqs = width_fit.fit_line(indices, 0 * indices)[0].freqs()
     assert freqs.sum() == TOTAL
-    bits = np.mean(rans.PROB_BITS - np.log2(freqs[indices]))
+    bits = np.mean(PROB_BITS - np.log2(freqs[indices]))
     _, counts = np.unique(indices, return_counts=True)
     assert bits <= np.sum(counts * np.log2(indices.size / counts)) / indices.size + extra_bits

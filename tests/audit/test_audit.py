@@ -22,8 +22,8 @@ from underpar.build.scoring import ScoringRequest, mixture_of, open_method, run_
 from underpar.codec.stream import Codec
 from underpar.core.run_folder import RunFolder
 from underpar.core.runtime import Runtime
+from underpar.data.batch import Batch
 from underpar.data.folder import load_data
-from underpar.data.loader import Batch
 from underpar.data.shards import Shard
 from underpar.errors import CodecError, RunError
 from underpar.infer.experts import Expert, Proposals
@@ -33,6 +33,7 @@ from underpar.score.ledger import Entry, Score, score_from_dict
 from underpar.score.method import PUBLISHED, Method
 from underpar.score.tally import OnCommit
 from underpar.stages.audit import audit_run, rescorer
+from watcher import Watcher
 
 
 @pytest.fixture(scope="module")
@@ -83,11 +84,13 @@ def test_an_honest_run_passes_every_rule(
 ) -> None:
     shutil.copytree(tiny_run.folder.path, tmp_path / "run")
     folder = RunFolder(tmp_path / "run")
-    seen: list[Finding] = []
-    verdict, findings = audit_run(folder, runtime, on_rule=seen.append)
+    progress = Watcher()
+    verdict, findings = audit_run(folder, runtime, progress=progress)
     assert [(f.rule, f.verdict) for f in findings if f.verdict != PASS] == []
     assert verdict == PASS
-    assert seen == findings
+    [task] = progress.tasks
+    said = [f"{finding.rule}: {finding.verdict}" for finding in findings]
+    assert [remark for _, remark in task.updates] == said
     stored = json.loads(folder.audit_file.read_text())
     assert [f["rule"] for f in stored["findings"]] == [f.rule for f in findings]
 

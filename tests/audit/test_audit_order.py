@@ -16,12 +16,12 @@ from underpar.audit import order
 from underpar.build.levers import resolve_levers
 from underpar.build.scoring import ScoringRequest, mixture_of, open_method, run_method
 from underpar.core.runtime import Runtime
-from underpar.data.loader import Batch
+from underpar.data.batch import Batch
 from underpar.data.shards import Shard
 from underpar.infer.experts import Ints, Proposals
 from underpar.infer.ngram import CountExpert
 from underpar.infer.predictor import Predictor
-from underpar.quant.rounding import quantize
+from underpar.quant.rounding import round_tensor
 from underpar.quant.schemes import parse_scheme
 from underpar.recipe import load_recipe
 from underpar.score.ledger import Score
@@ -86,7 +86,8 @@ NUM_TARGETS = [34, 20, 47, 9, 29]
 def artifact() -> Artifact:
     weights = randomized(RECIPE).state_dict()
     half = parse_scheme("fp16")
-    return Artifact(RECIPE, b"", {name: quantize(w.numpy(), half) for name, w in weights.items()})
+    tensors = {name: round_tensor(w.numpy(), half) for name, w in weights.items()}
+    return Artifact(RECIPE, b"", tensors)
 
 
 def run(

@@ -96,7 +96,7 @@ def test_any_number_of_lanes_and_documents(codec: Codec, num_lanes: int) -> None
 def test_coded_bits_are_scored_bits(codec: Codec, tiny_run: TinyRun) -> None:
     shard = load_data(tiny_run.data).val
     documents = [np.array(shard.doc(i), dtype=np.int64) for i in range(shard.num_documents)]
-    from underpar.data.loader import pack_documents
+    from underpar.data.batch import pack_documents
 
     batch, _ = pack_documents(documents, 1, codec.predictor.context)
     scored = float(codec.predictor.nll(batch).double().sum()) / np.log(2)

@@ -1,4 +1,4 @@
-"""Hollow passes: all is traced, nothing is computed, and kernels wait for their first use."""
+"""Passes that only trace: nothing is computed, and kernels wait for their first use."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -11,8 +11,8 @@ from torch._dynamo.backends.debugging import aot_eager
 
 from lever_stacks import batch_of, randomized
 from underpar.compile import regions as compiled
-from underpar.compile.deferred import Later, kernels_later, outputs_like
-from underpar.compile.regions import CompiledLoss, Sharing
+from underpar.compile.deferred import LazyKernel, kernels_later, outputs_like
+from underpar.compile.regions import Sharing, TracedRun
 from underpar.recipe import load_recipe
 from underpar.train.step import mean_loss
 
@@ -24,7 +24,7 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def test_a_hollow_pass_traces_everything_and_computes_nothing(
+def test_a_trace_only_pass_traces_everything_and_computes_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     runs = []
@@ -35,15 +35,15 @@ def test_a_hollow_pass_traces_everything_and_computes_nothing(
 
     monkeypatch.setattr(compiled, "_inductor", compiler)
     sizes = ["model.num_layers=3", "levers.smear=true", "levers.unet=true"]
-    model, loss_of = randomized(load_recipe("cpu", sizes)).train(), CompiledLoss()
+    model, run = randomized(load_recipe("cpu", sizes)).train(), TracedRun()
     batch = batch_of([9, 30], model.spec.context)
-    with loss_of.regions.hollow():
-        shadow = loss_of(model, batch)
-    num_graphs = loss_of.regions.num_graphs
+    with run.trace_only():
+        shadow = mean_loss(model, batch, run)
+    num_graphs = run.num_graphs
     assert not runs and num_graphs > 2 and shadow.shape == () and shadow.requires_grad
-    loss, plain = loss_of(model, batch), mean_loss(model, batch)
+    loss, plain = mean_loss(model, batch, run), mean_loss(model, batch)
     # Embedding, three visits, one of them with a skip before it, the end.
-    assert len(runs) == 6 and loss_of.regions.num_graphs == num_graphs
+    assert len(runs) == 6 and run.num_graphs == num_graphs
     torch.testing.assert_close(loss, plain, rtol=0, atol=1e-5)
     grads = [torch.autograd.grad(x, model.embedding.weight)[0] for x in (loss, plain)]
     torch.testing.assert_close(*grads, rtol=0, atol=1e-5)
@@ -94,7 +94,7 @@ def test_sizes_that_differ_are_those_of_the_pass() -> None:
 def test_a_kernel_is_waited_for_when_it_is_asked() -> None:
     future: Future[Any] = Future()
     scope: dict[str, Any] = {}
-    scope["kernel"] = kernel = Later(future, scope, "kernel")
+    scope["kernel"] = kernel = LazyKernel(future, scope, "kernel")
     future.set_result(max)
     assert kernel(1, 2) == 2 and scope["kernel"] is max
     assert kernel.__name__ == "max"

@@ -1,4 +1,4 @@
-"""Recorded functions: the graph of what ran, for every lever, and another one where it must be."""
+"""Traced functions: the graph of what ran, for every lever, and another one where it must be."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,11 +9,12 @@ from torch import Tensor, fx, nn
 
 from lever_stacks import MODEL, batch_of, groups_of, randomized, stack_with
 from underpar.compile import regions as compiled
-from underpar.compile import tracer as record
-from underpar.compile.regions import CompiledLoss
-from underpar.compile.tracer import Recorded, Recorder, settings_of
-from underpar.kernels.capped import recorded, soft_cap
+from underpar.compile import tracer as tracer_module
+from underpar.compile.regions import TracedRun
+from underpar.compile.tracer import Traced, Tracer, settings_of
 from underpar.model.gpt import GPT
+from underpar.model.network import EAGER, Eager
+from underpar.recipe import load_recipe
 from underpar.train.step import mean_loss
 
 
@@ -36,48 +37,48 @@ def graphs() -> Graphs:
     return Graphs()
 
 
-def results(loss_of: Any, model: GPT) -> dict[str, Tensor]:
+def results(run: Eager, model: GPT) -> dict[str, Tensor]:
     """The loss, and the gradients of all weights that have one."""
     model.zero_grad(set_to_none=True)
-    loss = loss_of(model, batch_of([9, 30], model.spec.context))
+    loss = mean_loss(model, batch_of([9, 30], model.spec.context), run)
     loss.backward()
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {"loss": loss.detach(), **grads}
 
 
 @pytest.mark.parametrize("cases", groups_of(MODEL), ids="+".join)
-def test_every_lever_is_recorded_as_it_computes(
+def test_every_lever_is_traced_as_it_computes(
     cases: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, graphs: Graphs
 ) -> None:
     monkeypatch.setattr(compiled, "_inductor", graphs)
-    model, loss_of = randomized(stack_with(*cases)).train(), CompiledLoss()
+    model, run = randomized(stack_with(*cases)).train(), TracedRun()
     for p in (0.0, 1.0):
         model.set_progress(p)
-        # Once as it is recorded, once more from the record.
+        # Once while it is traced, once more from the graph.
         for _ in range(2):
-            found = results(loss_of, model)
+            found = results(run, model)
             # A soft cap is compiled in another way.
-            torch.testing.assert_close(found, results(mean_loss, model), rtol=1e-5, atol=2e-6)
+            torch.testing.assert_close(found, results(EAGER, model), rtol=1e-5, atol=2e-6)
     assert len(graphs.made) >= 3
 
 
-def test_visits_are_recorded_once_for_all_contexts(
+def test_visits_are_traced_once_for_all_contexts(
     monkeypatch: pytest.MonkeyPatch, graphs: Graphs
 ) -> None:
     num: list[int] = []
 
-    class Counted(Recorder):
+    class Counted(Tracer):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             num.append(1)
 
     monkeypatch.setattr(compiled, "_inductor", graphs)
-    monkeypatch.setattr(record, "Recorder", Counted)
-    model, loss_of = randomized(stack_with("unet", "partial_rope")).train(), CompiledLoss()
+    monkeypatch.setattr(tracer_module, "Tracer", Counted)
+    model, run = randomized(stack_with("unet", "partial_rope")).train(), TracedRun()
     counts = []
     for context in (128, 96, 128):
         batch = batch_of([25, 60], context)
-        torch.testing.assert_close(loss_of(model, batch), mean_loss(model, batch))
+        torch.testing.assert_close(mean_loss(model, batch, run), mean_loss(model, batch))
         counts.append(len(num))
     # What is before each visit and the visit itself; then another embedding, then nothing.
     assert counts == [2 + 2 * len(model.plan), 3 + 2 * len(model.plan), 3 + 2 * len(model.plan)]
@@ -88,9 +89,9 @@ def test_a_visit_that_asks_for_the_context_is_an_error(
 ) -> None:
     monkeypatch.setattr(compiled, "_inductor", graphs)
     model = randomized(stack_with("unet")).train()
-    model.hooks.before.append(lambda visit, stream: stream.cache.context)
+    model.hooks.change(before=lambda visit, stream: stream.cache.context)
     with pytest.raises(AttributeError, match="context"):
-        CompiledLoss()(model, batch_of([9, 30], model.spec.context))
+        mean_loss(model, batch_of([9, 30], model.spec.context), TracedRun())
 
 
 class Scaled(nn.Module):
@@ -110,7 +111,7 @@ def scale(module: Any, x: Tensor) -> Tensor:
 
 
 def test_settings_make_another_graph_and_weights_do_not(graphs: Graphs) -> None:
-    module, run, x = Scaled(), Recorded(scale, graphs), torch.ones(3)
+    module, run, x = Scaled(), Traced(scale, graphs), torch.ones(3)
 
     def check(num_graphs: int) -> None:
         found = run(module, x, settings=settings_of(module))
@@ -129,13 +130,13 @@ def test_settings_make_another_graph_and_weights_do_not(graphs: Graphs) -> None:
 
 
 def test_what_is_no_argument_and_no_weight_is_refused(graphs: Graphs) -> None:
-    run = Recorded(lambda module, x: x * module.stray[0], graphs)
+    run = Traced(lambda module, x: x * module.stray[0], graphs)
     with pytest.raises(RuntimeError, match="neither arguments nor modules"):
         run(Scaled(), torch.ones(3))
 
 
 def test_sizes_count_unless_they_are_marked(graphs: Graphs) -> None:
-    run = Recorded(lambda x, y: torch.cat([x, x]).sum(0) + y, graphs)
+    run = Traced(lambda x, y: torch.cat([x, x]).sum(0) + y, graphs)
     for num in (4, 6):
         x, y = torch.rand(num, 3), torch.rand(3)
         torch._dynamo.mark_dynamic(x, 0)
@@ -152,7 +153,7 @@ def test_sizes_count_unless_they_are_marked(graphs: Graphs) -> None:
 
 
 def test_one_tensor_in_two_places_is_not_two_tensors(graphs: Graphs) -> None:
-    run = Recorded(lambda x, y: x * y, graphs)
+    run = Traced(lambda x, y: x * y, graphs)
     x, y = torch.rand(3), torch.rand(3)
     for pair in ((x, x), (x, y), (y, y), (y, x)):
         assert torch.equal(run(*pair), pair[0] * pair[1])
@@ -165,7 +166,7 @@ def test_containers_are_returned_as_they_were_made(graphs: Graphs) -> None:
         held = {"held": held["deep"][1], "plain": (held["plain"], None), "nothing": ()}
         return {"made": twice, "again": (twice, x), **held}
 
-    run = Recorded(function, graphs)
+    run = Traced(function, graphs)
     for _ in range(2):
         x, held = torch.rand(3), {"deep": (torch.rand(1), torch.rand(2)), "plain": 7}
         found = run(x, held)
@@ -179,7 +180,7 @@ def test_containers_are_returned_as_they_were_made(graphs: Graphs) -> None:
 
 
 def test_what_computes_nothing_is_not_compiled(graphs: Graphs) -> None:
-    run = Recorded(lambda x, flag: (x,) if flag else (), graphs)
+    run = Traced(lambda x, flag: (x,) if flag else (), graphs)
     x = torch.rand(3)
     assert run(x, True)[0] is x and run(x, False) == () and not graphs.made
 
@@ -194,7 +195,7 @@ def test_operations_are_noted_in_all_their_forms(graphs: Graphs) -> None:
         y.add_(torch.where(number > 1, number, 0.5)[:, None])
         return y[0].expand(2, -1) ** 2
 
-    run = Recorded(function, graphs)
+    run = Traced(function, graphs)
     grads = []
     for each in (run, function):
         x = torch.linspace(-1, 1, 24).view(6, 4).requires_grad_()
@@ -203,23 +204,24 @@ def test_operations_are_noted_in_all_their_forms(graphs: Graphs) -> None:
     torch.testing.assert_close(*grads, rtol=0, atol=0)
 
 
-def test_a_value_cannot_steer_a_recording(graphs: Graphs) -> None:
-    run = Recorded(lambda x: x if x.sum() > 0 else -x, graphs)
+def test_a_value_cannot_steer_a_trace(graphs: Graphs) -> None:
+    run = Traced(lambda x: x if x.sum() > 0 else -x, graphs)
     with pytest.raises(Exception, match="data-dependent"):
         run(torch.ones(3))
 
 
-def test_a_soft_cap_knows_that_it_is_compiled(graphs: Graphs) -> None:
-    run = Recorded(lambda x: soft_cap(x, 30.0), graphs)
-    x = torch.linspace(-90, 90, 7)
-    torch.testing.assert_close(run(x), soft_cap(x, 30.0))
-    (graph,) = graphs.made
-    assert "sigmoid" in graph.code and "tanh" not in graph.code
-    assert not recorded.get() and not torch.compiler.is_compiling()
+def test_compiled_training_uses_the_fused_formulas(
+    monkeypatch: pytest.MonkeyPatch, graphs: Graphs
+) -> None:
+    monkeypatch.setattr(compiled, "_inductor", graphs)
+    model = randomized(load_recipe("cpu")).train()
+    mean_loss(model, batch_of([9, 30], model.spec.context), TracedRun())
+    code = "".join(graph.code for graph in graphs.made)
+    assert "sigmoid" in code and "tanh" not in code and "cross_entropy" not in code
 
 
 def test_precision_makes_another_graph_and_cannot_change_within(graphs: Graphs) -> None:
-    run, x = Recorded(lambda x: x @ x, graphs), torch.ones(2, 2)
+    run, x = Traced(lambda x: x @ x, graphs), torch.ones(2, 2)
     for _ in range(2):
         assert run(x).dtype == torch.float32
         with torch.autocast("cpu", torch.bfloat16):
@@ -231,4 +233,4 @@ def test_precision_makes_another_graph_and_cannot_change_within(graphs: Graphs) 
             return x @ x
 
     with pytest.raises(RuntimeError, match="autocast"):
-        Recorded(change, graphs)(x)
+        Traced(change, graphs)(x)

@@ -1,4 +1,8 @@
-"""What every lever must do, with no code for any one of them."""
+"""What every lever must do, without code for any single lever.
+
+Levers of scoring have more contracts in test_scoring_levers.py, text transforms in
+test_transforms.py.
+"""
 
 import dataclasses
 import json
@@ -26,23 +30,24 @@ from underpar.build.model import build_model
 from underpar.core.run_folder import RunFolder
 from underpar.core.runtime import Runtime
 from underpar.core.tensor_files import read_tensors
-from underpar.data.loader import Batch
+from underpar.data.batch import Batch
 from underpar.infer.predictor import Predictor
 from underpar.levers import lever_module
 from underpar.model.gpt import GPT
+from underpar.model.kv_cache import PackedCache
 from underpar.quant.rules import match_rules, quantize_model
 from underpar.recipe import Recipe, load_recipe
 from underpar.seams import LeverModule
 from underpar.stages.pack import pack_run
 from underpar.stages.score import score_artifact
-from underpar.stages.train import train_run
+from underpar.stages.train import train
 from underpar.train.groups import group_of, group_parameters
 from underpar.train.step import mean_loss
 
-# Largest difference in nats between two ways to compute the same prices, fp32.
+# Largest difference in nats between two computations of the same prices in fp32.
 TOLERANCE = 1e-4
 
-# Model levers in few stacks; the others one by one, as some exclude each other.
+# Model levers together in few stacks; the others one by one, because some exclude each other.
 SMALL_STACKS = groups_of(MODEL) + [(name,) for name in ALL if name not in MODEL]
 
 
@@ -62,11 +67,11 @@ def log_probs(model: GPT, batch: Batch) -> torch.Tensor:
 
 def test_a_lever_says_what_it_is(lever: LeverModule) -> None:
     doc = " ".join((lever.__doc__ or "").split())
-    assert "Source:" in doc
-    assert "Legal:" in doc
+    marks = [doc.index(mark) for mark in ("Source: ", "Legal: ", "Cost: ")]
+    assert 0 < marks[0] < marks[1] < marks[2]
     assert any(mark in doc for mark in ("PR ", "arXiv"))
     assert lever.STAGE in ("data", "model", "train", "quant", "infer")
-    # Every setting has a default, and none can be changed behind the recipe's back.
+    # Every setting has a default, and none can be changed after the recipe was read.
     assert dataclasses.is_dataclass(lever.Settings())
     with pytest.raises(dataclasses.FrozenInstanceError):
         lever.Settings().anything = 1
@@ -94,7 +99,7 @@ def train_pack_score(
     recipe = dataclasses.replace(load_recipe("cpu", short), levers=levers)
     data = data_for(recipe)
     folder = RunFolder(path / "run")
-    assert train_run(recipe, data, folder, runtime)
+    assert train(recipe, data, folder, runtime)["finished"]
     pack_run(folder)
     score = score_artifact(folder.artifact_file, data, runtime).score
     assert np.isfinite(score.bpb)
@@ -150,12 +155,12 @@ def share_weights(source: GPT, target: GPT) -> None:
 def test_every_parameter_is_grouped_quantized_and_packed(name: str) -> None:
     recipe = stack_with(name)
     model = randomized(recipe)
-    own = {n for n, _ in model.named_parameters() if n.startswith("levers.")}
+    lever_weights = {n for n, _ in model.named_parameters() if n.startswith("levers.")}
     trained = {n for n, p in model.named_parameters() if p.requires_grad}
     groups = [set(members) for members in group_parameters(model).values()]
-    assert own & trained <= set().union(*groups)
+    assert lever_weights & trained <= set().union(*groups)
     assert sum(len(g) for g in groups) == len(trained)
-    assert own <= set(match_rules(list(model.state_dict()), recipe.quant.rules))
+    assert lever_weights <= set(match_rules(list(model.state_dict()), recipe.quant.rules))
     weights = {n: t.numpy() for n, t in model.state_dict().items()}
     assert set(quantize_model(weights, recipe.quant.rules)) == set(weights)
 
@@ -171,14 +176,15 @@ def test_gradient_reaches_every_element_that_is_not_dead_by_layout(name: str) ->
             continue
         assert parameter.grad is not None, full
         assert parameter.grad.any(), full
-        own = full.removeprefix(f"levers.{lever_of(name)}.")
-        if own == full:
+        name_in_lever = full.removeprefix(f"levers.{lever_of(name)}.")
+        if name_in_lever == full:
             continue
-        still = parameter.grad == 0
+        untouched = parameter.grad == 0
         if group_of(full, parameter) == "embed":
-            # Rows of tokens that the batch does not hold get nothing; every channel gets some.
-            still = still.all(dim=0)
-        assert torch.equal(still, dead.get(own, torch.zeros_like(still))), full
+            # Rows of tokens that are not in the batch get no gradient; every channel gets one.
+            untouched = untouched.all(dim=0)
+        expected = dead.get(name_in_lever, torch.zeros_like(untouched))
+        assert torch.equal(untouched, expected), full
 
 
 @pytest.mark.parametrize("name", MODEL)
@@ -198,8 +204,9 @@ def test_the_stream_stays_half_precision_under_autocast(name: str) -> None:
     kinds = []
     for block in model.blocks:
         block.register_forward_pre_hook(lambda _, args: kinds.append(args[1].x.dtype))
+    batch = batch_of([20], 128)
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
-        hidden = Predictor(model, CPU, [])._hidden(batch_of([20], 128))
+        hidden = model.hidden(batch.inputs, PackedCache(batch.segments))
     assert {hidden.dtype, *kinds} == {torch.bfloat16}
 
 
@@ -233,7 +240,7 @@ def test_an_average_is_what_gets_packed(tiny_data: Path, tmp_path: Path, runtime
     short = ["model.num_layers=2", "levers.ema=true", "train.budget_steps=3"]
     recipe = load_recipe("cpu", short)
     folder = RunFolder(tmp_path)
-    train_run(recipe, tiny_data, folder, runtime)
+    train(recipe, tiny_data, folder, runtime)
     weights, _ = read_tensors(folder.weights_file)
     checkpoint, _ = read_tensors(folder.checkpoint_file)
     assert not torch.equal(weights["embedding.weight"], checkpoint["model/embedding.weight"])

@@ -1,5 +1,10 @@
-"""Adding a lever is one file and one line of the table: every contract then holds it to account."""
+"""What docs/lever-walkthrough.md shows is true: the lever in use, and one that keeps all contracts.
 
+Adding a lever is one file and one line of the table; the contracts then run on it.
+"""
+
+import ast
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,67 +13,55 @@ import test_levers as contract
 import torch
 
 from lever_stacks import stack_with
+from underpar import levers
 from underpar.build.model import build_model
 from underpar.core.runtime import Runtime
+from underpar.errors import LeverError
 from underpar.lab.lever_cards import read_card
 from underpar.levers import LEVERS, lever_module
 from underpar.recipe import Recipe, load_recipe
 from underpar.submit.bundle import bundle
 
-NAME = "channel_bias"
-
-FILE = '''"""A learned offset on every channel of the stream's start.
-
-It shows how a lever is added. Source: this test, in the manner of PR 1219's stem. Legal: the same
-vector for every token.
-"""
-
-from dataclasses import dataclass
-
-import torch
-from torch import Tensor, nn
-
-from underpar.recipe import ModelSpec
-from underpar.seams import Past
-
-STAGE = "model"
+PAGE = (Path(__file__).parents[2] / "docs" / "lever-walkthrough.md").read_text()
+# The file of smear with comments, the file of a new lever, and its line of the table.
+COMMENTED, FILE, LINE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+[(NAME, MODULE)] = ast.literal_eval("{" + LINE.strip() + "}").items()
 
 
-@dataclass(frozen=True)
-class Settings:
-    """`init` of every channel."""
+@pytest.fixture
+def add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Adds a file beside the levers, and its line to the table."""
+    monkeypatch.setattr(levers, "__path__", [*levers.__path__, str(tmp_path)])
 
-    init: float = 0.0
+    def add_lever(name: str, text: str) -> None:
+        (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.setitem(LEVERS, name, f"underpar.levers.{name}")
 
-
-class ChannelBias(nn.Module):
-    """x + bias."""
-
-    def __init__(self, settings: Settings, spec: ModelSpec) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.full((spec.dim,), settings.init))
-
-    def neutral_(self) -> None:
-        """Add nothing."""
-        nn.init.zeros_(self.bias)
-
-    def stem(self, x: Tensor, tokens: Tensor, past: Past) -> Tensor:
-        """Shift x (N, dim)."""
-        return x + self.bias.to(x.dtype)
-
-
-def plug(settings: Settings, spec: ModelSpec) -> ChannelBias:
-    """The module to hook in."""
-    return ChannelBias(settings, spec)
-'''
+    return add_lever
 
 
 @pytest.fixture(autouse=True)
-def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file, and the line."""
-    (tmp_path / f"{NAME}.py").write_text(FILE)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(LEVERS, NAME, NAME)
+def added(add: Callable[..., None]) -> None:
+    add(NAME, FILE)
+    assert LEVERS[NAME] == MODULE
+
+
+def test_the_commented_lever_is_the_one_in_use() -> None:
+    source = Path(lever_module("smear").__file__ or "").read_text()
+    assert ast.dump(ast.parse(COMMENTED)) == ast.dump(ast.parse(source))
+    without = [line for line in COMMENTED.splitlines() if not line.strip().startswith("#")]
+    assert without == source.splitlines()
+
+
+def test_the_page_names_tests_and_functions_that_exist() -> None:
+    tests = Path(contract.__file__).read_text()
+    named = re.findall(r"^\| `(test_\w+)` \|", PAGE, re.MULTILINE)
+    assert len(named) == 10
+    for test in named:
+        assert f"def {test}(" in tests
+    for path in re.findall(r"`(?:src/underpar/)?((?:\w+/)+\w+\.py)`", PAGE):
+        root = Path(levers.__file__).parents[1]
+        assert (root / path).exists() or (root.parents[1] / path).exists() or NAME in path, path
 
 
 def test_it_keeps_every_contract_of_a_model_lever() -> None:
@@ -97,25 +90,24 @@ def test_recipes_bundles_and_docs_know_it(tmp_path: Path) -> None:
     assert len(bundle(stack_with(NAME))) > len(bundle(load_recipe("cpu")))
     card = read_card(NAME)
     assert card.num_parameters == 512
-    assert card.source == "this test, in the manner of PR 1219's stem."
+    assert card.source == "this page, in the manner of PR 1219's stem."
 
 
-def test_a_lever_that_looks_ahead_is_caught(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = FILE.replace("x + self.bias.to(x.dtype)", "x + self.bias.to(x.dtype) * x.roll(-1, 0)")
-    (tmp_path / "leaky_bias.py").write_text(text)
-    monkeypatch.setitem(LEVERS, "leaky_bias", "leaky_bias")
+def test_a_lever_with_neither_a_class_nor_a_function_is_refused(add: Callable[..., None]) -> None:
+    add("shapeless", FILE.replace("class Lever(", "class Bias("))
+    with pytest.raises(LeverError, match="neither a class Lever"):
+        build_model(stack_with("shapeless"))
+
+
+def test_a_lever_that_looks_ahead_is_caught(add: Callable[..., None]) -> None:
+    honest = "x + self.bias.to(x.dtype)"
+    add("leaky_bias", FILE.replace(honest, f"{honest} * x.roll(-1, 0)"))
     with pytest.raises(AssertionError):
         contract.test_model_levers_are_causal_and_keep_documents_apart("leaky_bias")
 
 
-def test_a_lever_without_a_gradient_path_is_caught(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lever_without_a_gradient_path_is_caught(add: Callable[..., None]) -> None:
     # As in the public asymmetric soft cap: a parameter that nothing trains.
-    text = FILE.replace("self.bias.to(x.dtype)", "self.bias.detach().to(x.dtype)")
-    (tmp_path / "still_bias.py").write_text(text)
-    monkeypatch.setitem(LEVERS, "still_bias", "still_bias")
+    add("still_bias", FILE.replace("self.bias.to(x.dtype)", "self.bias.detach().to(x.dtype)"))
     with pytest.raises(AssertionError):
         contract.test_gradient_reaches_every_element_that_is_not_dead_by_layout("still_bias")

@@ -13,17 +13,18 @@ import torch
 from lever_stacks import CPU, batch_of, randomized
 from underpar.build.levers import plug_levers, resolve_levers
 from underpar.build.model import build_model, weight_shapes
-from underpar.compile.regions import CompiledLoss
+from underpar.compile.regions import TracedRun
 from underpar.core.run_folder import RunFolder
 from underpar.core.runtime import Runtime
 from underpar.data.folder import load_data
 from underpar.infer.predictor import Predictor
 from underpar.model.gpt import GPT
+from underpar.model.hooks import SEAMS
+from underpar.model.network import EAGER
 from underpar.recipe import Recipe, list_recipes, load_recipe
-from underpar.seams import MODEL_SEAMS, SINGLE_SEAMS
-from underpar.stages.calibrate import calibrate, needs_calibration
+from underpar.stages.calibrate import calibrate_run, needs_calibration
 from underpar.stages.pack import pack_run
-from underpar.stages.train import _begin_run, make_trainer
+from underpar.stages.train import begin_run, make_trainer
 from underpar.train.loop import Trainer
 from underpar.train.step import mean_loss
 
@@ -78,12 +79,12 @@ def trained(
     data = data_for(recipe)
     folder = RunFolder(tmp_path_factory.mktemp("runs") / request.param)
     trainer = make_trainer(recipe, load_data(data), folder, runtime)
-    _begin_run(trainer.folder, recipe, data, load_data(data), runtime)
+    begin_run(trainer.folder, recipe, data, load_data(data), runtime)
     calls = count_calls(trainer.model)
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     assert trainer.run()
     if needs_calibration(recipe):
-        calibrate(folder, load_data(data), runtime)
+        calibrate_run(folder, load_data(data), runtime)
     return trainer, calls, before
 
 
@@ -101,11 +102,12 @@ def count_calls(model: GPT) -> Counter[str]:
 
         return call
 
-    for seam in MODEL_SEAMS:
-        setattr(model.hooks, seam, [counted(hook) for hook in getattr(model.hooks, seam)])
-    for seam in SINGLE_SEAMS:
-        if hook := getattr(model.hooks, seam):
-            setattr(model.hooks, seam, counted(hook))
+    for seam in SEAMS:
+        hooks = getattr(model.hooks, seam)
+        if isinstance(hooks, list):
+            setattr(model.hooks, seam, [counted(hook) for hook in hooks])
+        elif hooks is not None:
+            setattr(model.hooks, seam, counted(hooks))
     for block in model.blocks:
         if block.wiring:
             block.wiring = counted(block.wiring)
@@ -173,9 +175,9 @@ def test_inductor_equals_eager_on_pr2014() -> None:
     model = randomized(load_recipe("pr2014+cpu")).train()
     batch = batch_of([25, 60], 128)
     results = []
-    for loss_of in (mean_loss, CompiledLoss()):
+    for run in (EAGER, TracedRun()):
         model.zero_grad()
-        loss = loss_of(model, batch)
+        loss = mean_loss(model, batch, run)
         loss.backward()
         results.append((loss, [p.grad for p in model.parameters() if p.grad is not None]))
     torch._dynamo.reset()

@@ -62,7 +62,7 @@ def test_bytes_that_are_no_text_come_back(transform: TextTransform, data: bytes)
     text = data.decode("utf-8", "surrogateescape")
     written = transform.forward(text)
     assert transform.inverse(written) == text
-    assert transform.weights(written).sum() == len(data)
+    assert transform.source_bytes(written).sum() == len(data)
 
 
 @settings(deadline=None, max_examples=80)
@@ -70,10 +70,10 @@ def test_bytes_that_are_no_text_come_back(transform: TextTransform, data: bytes)
 @example(text=OPERATOR_TEXT)
 def test_the_byte_law_adds_up_to_the_text(transform: TextTransform, text: str) -> None:
     written = transform.forward(text)
-    weights = transform.weights(written)
-    assert len(weights) == len(written)
-    assert (weights >= 0).all()
-    assert weights.sum() == len(text.encode())
+    source_bytes = transform.source_bytes(written)
+    assert len(source_bytes) == len(written)
+    assert (source_bytes >= 0).all()
+    assert source_bytes.sum() == len(text.encode())
 
 
 @settings(deadline=None, max_examples=80)
@@ -86,14 +86,14 @@ def test_words_are_written_one_by_one(
     whole = transform.forward(left + gap + right)
     assert whole == transform.forward(left) + transform.forward(gap + right)
     # So the byte law may be asked word by word.
-    parts = [transform.weights(transform.forward(part)) for part in (left, gap + right)]
-    assert transform.weights(whole).tolist() == np.concatenate(parts).tolist()
+    parts = [transform.source_bytes(transform.forward(part)) for part in (left, gap + right)]
+    assert transform.source_bytes(whole).tolist() == np.concatenate(parts).tolist()
 
 
 @settings(deadline=None, max_examples=80)
 @given(written=st.one_of(any_text, st.text(alphabet="".join(OPERATORS) + "ab A\n")))
 def test_impossible_text_is_refused_or_read(transform: TextTransform, written: str) -> None:
-    assert len(transform.weights(written)) == len(written)
+    assert len(transform.source_bytes(written)) == len(written)
     with contextlib.suppress(DataError):
         assert len(transform.inverse(written)) <= 2 * len(written)
 
@@ -114,8 +114,8 @@ def test_any_text_round_trips(tokenizer: Tokenizer, text: str) -> None:
     assert not (ids < 4).any()
     pieces = tokenizer.encode_texts([text])
     assert pieces.tokens.tolist() == [1, *ids.tolist()]
-    assert pieces.weights.sum() == len(text.encode())
-    assert pieces.weights[0] == 0 and (pieces.weights >= 0).all()
+    assert pieces.source_bytes.sum() == len(text.encode())
+    assert pieces.source_bytes[0] == 0 and (pieces.source_bytes >= 0).all()
     assert not pieces.changed.any()
 
 
@@ -137,7 +137,7 @@ def test_company_changes_nothing(tokenizer: Tokenizer, texts: list[str]) -> None
     together = tokenizer.encode_texts(texts)
     alone = [tokenizer.encode_texts([text]) for text in texts]
     assert together.tokens.tolist() == [t for pieces in alone for t in pieces.tokens]
-    assert together.weights.tolist() == [w for pieces in alone for w in pieces.weights]
+    assert together.source_bytes.tolist() == [w for pieces in alone for w in pieces.source_bytes]
     assert together.counts.tolist() == [len(pieces.tokens) for pieces in alone]
     assert together.changed.tolist() == [False] * len(texts)
 
@@ -156,7 +156,7 @@ def test_real_text(sentencepiece: SentencePieceTokenizer) -> None:
     whole = model_of(sentencepiece).encode([sentencepiece.transform.forward(t) for t in texts])
     assert pieces.tokens.tolist() == [id_ for ids in whole for id_ in (1, *ids)]
     firsts = np.cumsum(pieces.counts) - pieces.counts
-    of_document = np.add.reduceat(pieces.weights, firsts)
+    of_document = np.add.reduceat(pieces.source_bytes, firsts)
     assert of_document.tolist() == [len(text.encode()) for text in texts]
     # Real text escapes nothing, so the table by id has the same sums.
     by_table = np.add.reduceat(sentencepiece.token_bytes[pieces.tokens], firsts)

@@ -1,12 +1,16 @@
 """Runtime: the CPU guard, kept bytecode and kernels, devices, seeds, ages, a clock that adds up."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -25,10 +29,11 @@ from underpar.core.runtime import (
     seed_everything,
 )
 from underpar.errors import UnderparError
+from underpar.model.network import EAGER
 from underpar.recipe import load_recipe
-from underpar.stages.train import train, train_run
+from underpar.stages.train import train
 from underpar.train import loop
-from underpar.train.step import mean_loss
+from watcher import Watcher
 
 KEPT = "FLASH_ATTENTION_CUTE_DSL_CACHE_"
 
@@ -196,7 +201,7 @@ def test_a_run_says_what_each_of_its_starts_took(
 ) -> None:
     age = [3.0]
     monkeypatch.setattr(loop, "process_age_seconds", lambda: age[0])
-    monkeypatch.setattr(loop, "CompiledLoss", lambda: mean_loss)
+    monkeypatch.setattr(loop, "TracedRun", lambda: EAGER)
 
     def warm_up(*_: object) -> None:
         age[0] += 40.0
@@ -205,9 +210,19 @@ def test_a_run_says_what_each_of_its_starts_took(
     sets = ["train.budget_steps=3", "model.num_layers=1", "train.micro_batch_tokens=128"]
     recipe, folder = resolve_levers(load_recipe("baseline+cpu", sets)), RunFolder(tmp_path)
     compiled = Runtime(torch.device("cpu"), compiled=True)
-    assert not train_run(recipe, tiny_data, folder, compiled, lambda line: line["step"] == 2)
+
+    class StopAtStepTwo(Watcher):
+        def update(self, completed: float, remark: str = "") -> None:
+            if remark.startswith("step 2,"):
+                signal.raise_signal(signal.SIGTERM)
+
+        @contextmanager
+        def task(self, name: str, total: float) -> Iterator[Any]:
+            yield self
+
+    assert not train(recipe, tiny_data, folder, compiled, StopAtStepTwo())["finished"]
     age[0] = 5.0
-    summary = train(recipe, tiny_data, folder, Runtime(torch.device("cpu")), quiet=True)
+    summary = train(recipe, tiny_data, folder, Runtime(torch.device("cpu")))
     # The first start compiled before its clock began, the second had nothing to compile.
     assert [line["start_seconds"] for line in folder.metrics()] == [43.0, 43.0, 5.0]
     assert summary["start_seconds"] == 5.0

@@ -73,10 +73,10 @@ def test_only_an_escaped_operator_needs_a_sidecar(
     assert manifest["train"]["off_table"] == (transform != "identity")
     assert ("val_bytes.bin" in contents(tmp_path / "out")) == needs
     data = load_data(tmp_path / "out")
-    weights = data.tokenizer.token_bytes[data.val.tokens]
+    source_bytes = data.tokenizer.token_bytes[data.val.tokens]
     if needs:
-        weights = np.array(read_published(tmp_path / "out" / "val_bytes.bin"))
-    sums = np.add.reduceat(weights, data.val.starts)
+        source_bytes = np.array(read_published(tmp_path / "out" / "val_bytes.bin"))
+    sums = np.add.reduceat(source_bytes, data.val.starts)
     assert sums.tolist() == [len(text.encode()) for text in val_texts]
 
 

@@ -46,17 +46,17 @@ def test_documents_are_a_bos_and_their_bytes(texts: list[str]) -> None:
     pieces = TOKENIZER.encode_texts(texts)
     expected = [id_ for text in texts for id_ in (1, *(4 + byte for byte in text.encode()))]
     assert pieces.tokens.tolist() == expected
-    assert pieces.weights.tolist() == [int(id_ >= 4) for id_ in expected]
+    assert pieces.source_bytes.tolist() == [int(id_ >= 4) for id_ in expected]
     assert pieces.counts.tolist() == [1 + len(text.encode()) for text in texts]
     assert pieces.changed.tolist() == [False] * len(texts)
-    assert [column.dtype for column in (pieces.tokens, pieces.weights)] == [np.int32] * 2
+    assert [column.dtype for column in (pieces.tokens, pieces.source_bytes)] == [np.int32] * 2
 
 
 def test_all_documents_give_the_raw_text() -> None:
     pieces = TOKENIZER.encode_texts(demo_texts())
     raw = "".join(demo_texts()).encode()
     assert TOKENIZER.decode(pieces.tokens) == raw
-    assert pieces.weights.sum() == len(raw)
+    assert pieces.source_bytes.sum() == len(raw)
     assert not np.isin(pieces.tokens, [0, 2, 3]).any()
     assert np.count_nonzero(pieces.tokens == 1) == len(demo_texts())
 

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from trained import TRANSFORM_NAMES, any_bytes, any_text, lossless, lossy, messy_text, model_of
-from underpar.data.tokens.ledger import source_bytes, surfaces
+from underpar.data.tokens.ledger import span_source_bytes, surfaces
 from underpar.data.tokens.tokenizer import SentencePieceTokenizer
 from underpar.data.transforms import open_transform
 from underpar.data.transforms.caseops import ESCAPE, SYMBOLS
@@ -48,20 +48,20 @@ def surface_strings(tokenizer: SentencePieceTokenizer, written: str) -> list[str
 
 def walk_plainly(found: list[str], symbols: str) -> list[int]:
     """Weights of pieces: one state for all, one code point at a time (the published sidecar)."""
-    weights = []
+    source_bytes = []
     is_literal = False
     for surface in found:
-        weight = 0
+        num_bytes = 0
         for char in surface:
             if is_literal or char not in symbols:
-                weight += len(char.encode())
+                num_bytes += len(char.encode())
                 is_literal = False
             elif char in SPACE_TITLE + SPACE_ALL_CAPS:
-                weight += 1
+                num_bytes += 1
             else:
                 is_literal = char == ESCAPE
-        weights.append(weight)
-    return weights
+        source_bytes.append(num_bytes)
+    return source_bytes
 
 
 def reference(tokenizer: SentencePieceTokenizer, text: str) -> list[int]:
@@ -77,12 +77,12 @@ def reference(tokenizer: SentencePieceTokenizer, text: str) -> list[int]:
 @example(text="a\u2581b c")
 @example(text="\ue001\u0301 \ue004\ue004A")
 @example(text="\ufb01 \u00bd cup\n\n \u00a0The\t\x01x")
-def test_a_lossy_model_has_the_published_weights(name: str, text: str) -> None:
+def test_a_lossy_model_has_the_published_source_bytes(name: str, text: str) -> None:
     tokenizer = lossy(name)
     pieces = tokenizer.encode_texts([text])
     own = model_of(tokenizer).encode(tokenizer.transform.forward(text))
     assert pieces.tokens.tolist() == [1, *own]
-    assert pieces.weights.tolist() == [0, *reference(tokenizer, text)]
+    assert pieces.source_bytes.tolist() == [0, *reference(tokenizer, text)]
 
 
 @settings(deadline=None, max_examples=60)
@@ -95,13 +95,14 @@ def test_a_dummy_prefix_is_nobodys_byte(texts: list[str]) -> None:
     own = [model_of(tokenizer).encode(text) for text in texts]
     assert pieces.tokens.tolist() == [id_ for ids in own for id_ in (1, *ids)]
     firsts = np.cumsum(pieces.counts) - pieces.counts
-    found = [weights.tolist() for weights in np.split(pieces.weights, firsts[1:])] if texts else []
-    for text, ids, weights, changed in zip(texts, own, found, pieces.changed, strict=True):
+    per_text = np.split(pieces.source_bytes, firsts[1:]) if texts else []
+    for text, ids, sizes, changed in zip(texts, own, per_text, pieces.changed, strict=True):
         assert changed == (tokenizer.decode(ids) != text.encode())
         # Where the prefix stands for a space that was there, the space has its byte.
         if not text.startswith(" "):
-            assert weights == [0, *reference(tokenizer, text)]
-        assert sum(weights) <= len(text.encode()) if changed else sum(weights) == len(text.encode())
+            assert sizes.tolist() == [0, *reference(tokenizer, text)]
+        counted, num_bytes = sizes.sum(), len(text.encode())
+        assert counted <= num_bytes if changed else counted == num_bytes
 
 
 @pytest.mark.parametrize("name", ["identity", "caseops"])
@@ -126,21 +127,21 @@ def test_only_the_edges_of_a_text_lose_bytes(name: str, text: str) -> None:
     while begin < end < len(text) and is_deleted(text[end]):
         end += 1
     kept = text[begin:end]
-    assert tokenizer.encode_texts([text]).weights.sum() == len(kept.encode())
+    assert tokenizer.encode_texts([text]).source_bytes.sum() == len(kept.encode())
 
 
 @pytest.mark.parametrize("name", TRANSFORM_NAMES)
 @settings(deadline=None, max_examples=60)
 @given(text=any_text.map(lambda text: text.replace("\u2581", "")))
-def test_a_lossless_model_has_the_published_weights(name: str, text: str) -> None:
+def test_a_lossless_model_has_the_published_source_bytes(name: str, text: str) -> None:
     tokenizer = lossless(name)
-    weights = tokenizer.encode_texts([text]).weights[1:].tolist()
-    assert weights == reference(tokenizer, text)
-    assert sum(weights) == len(text.encode())
+    source_bytes = tokenizer.encode_texts([text]).source_bytes[1:].tolist()
+    assert source_bytes == reference(tokenizer, text)
+    assert sum(source_bytes) == len(text.encode())
 
 
 @pytest.mark.parametrize(
-    ("text", "weights"),
+    ("text", "source_bytes"),
     [
         # The last byte token of a character has all its bytes.
         ("\u4e00", [0, 0, 0, 3]),
@@ -152,12 +153,12 @@ def test_a_lossless_model_has_the_published_weights(name: str, text: str) -> Non
         ("A", [0, 0, 1]),
     ],
 )
-def test_who_gets_the_bytes(text: str, weights: list[int]) -> None:
-    assert lossless("caseops").encode_texts([text]).weights.tolist() == weights
+def test_who_gets_the_bytes(text: str, source_bytes: list[int]) -> None:
+    assert lossless("caseops").encode_texts([text]).source_bytes.tolist() == source_bytes
 
 
 @pytest.mark.parametrize(
-    ("text", "weights"),
+    ("text", "source_bytes"),
     [
         # Several characters become one space: the piece that begins with it has them.
         ("a\n\n b", [0, 1, 4]),
@@ -168,8 +169,8 @@ def test_who_gets_the_bytes(text: str, weights: list[int]) -> None:
         (" \n\x01a \x01 ", [0, 1]),
     ],
 )
-def test_who_gets_the_bytes_of_a_lossy_model(text: str, weights: list[int]) -> None:
-    assert lossy("caseops").encode_texts([text]).weights.tolist() == weights
+def test_who_gets_the_bytes_of_a_lossy_model(text: str, source_bytes: list[int]) -> None:
+    assert lossy("caseops").encode_texts([text]).source_bytes.tolist() == source_bytes
 
 
 @pytest.mark.parametrize("name", TRANSFORM_NAMES)
@@ -180,12 +181,12 @@ def test_a_code_point_is_paid_where_it_ends(name: str, data: bytes, cuts: list[i
     written = transform.forward(data.decode("utf-8", "surrogateescape"))
     size = len(written.encode("utf-8", "surrogateescape"))
     bounds = np.unique([0, size, *(cut for cut in cuts if cut < size)])
-    found = source_bytes(written, bounds[:-1], bounds[1:], transform)
+    found = span_source_bytes(written, bounds[:-1], bounds[1:], transform)
     expected = np.zeros(len(bounds) - 1, dtype=np.int64)
     at = 0
-    for char, weight in zip(written, transform.weights(written), strict=True):
+    for char, num_bytes in zip(written, transform.source_bytes(written), strict=True):
         at += len(char.encode("utf-8", "surrogateescape"))
-        expected[np.searchsorted(bounds, at) - 1] += weight
+        expected[np.searchsorted(bounds, at) - 1] += num_bytes
     assert found.tolist() == expected.tolist()
     assert found.sum() == len(data)
 
@@ -193,9 +194,9 @@ def test_a_code_point_is_paid_where_it_ends(name: str, data: bytes, cuts: list[i
 def test_spans_outside_and_none() -> None:
     identity = open_transform("identity")
     none = np.zeros(0, dtype=np.int64)
-    assert source_bytes("", none, none, identity).tolist() == []
+    assert span_source_bytes("", none, none, identity).tolist() == []
     spans = np.array([0, 1, 3, 3]), np.array([1, 3, 3, 4])
-    assert source_bytes("a\u00e9b", *spans, identity).tolist() == [1, 2, 0, 1]
+    assert span_source_bytes("a\u00e9b", *spans, identity).tolist() == [1, 2, 0, 1]
 
 
 @settings(deadline=None, max_examples=60)

@@ -123,13 +123,13 @@ def count_operators(text: str) -> int:
 def test_worked_examples(text: str, written: str) -> None:
     assert CASEOPS.forward(text) == written
     assert CASEOPS.inverse(written) == text
-    assert CASEOPS.weights(written).sum() == len(text.encode())
+    assert CASEOPS.source_bytes(written).sum() == len(text.encode())
 
 
 @pytest.mark.parametrize("text", [text for text, _ in EXAMPLES])
 def test_worked_examples_through_a_tokenizer(text: str) -> None:
     pieces = lossless("caseops").encode_texts([text])
-    assert pieces.weights.sum() == len(text.encode())
+    assert pieces.source_bytes.sum() == len(text.encode())
     assert lossless("caseops").decode(pieces.tokens) == text.encode()
 
 
@@ -152,7 +152,7 @@ def test_every_character_comes_back(transform: TextTransform) -> None:
     text = " A".join("".join(map(chr, points[i : i + 100])) for i in range(0, len(points), 100))
     written = transform.forward(text)
     assert transform.inverse(written) == text
-    assert transform.weights(written).sum() == len(text.encode("utf-8", "surrogateescape"))
+    assert transform.source_bytes(written).sum() == len(text.encode("utf-8", "surrogateescape"))
 
 
 @settings(deadline=None, max_examples=200)
@@ -164,7 +164,7 @@ def test_random_text_follows_the_grammar(text: str) -> None:
     assert CASEOPS.inverse(written) == inverse_plainly(written) == text
     # What the encoder gives is the one spelling that it gives.
     assert CASEOPS.forward(CASEOPS.inverse(written)) == written
-    is_operator = (CASEOPS.weights(written) == 0).sum()
+    is_operator = (CASEOPS.source_bytes(written) == 0).sum()
     assert is_operator == count_operators(text)
 
 
@@ -211,13 +211,13 @@ def test_a_misplaced_operator_is_refused(written: str, place: str) -> None:
         CASEOPS.inverse(written)
 
 
-def test_weights_of_single_characters() -> None:
+def test_source_bytes_of_single_characters() -> None:
     written = f"{T}a{E}{T}{E}{E}{E}\ue003\u00e9{N}b"
-    assert CASEOPS.weights(written).tolist() == [0, 1, 0, 3, 0, 3, 0, 3, 2, 0, 1]
+    assert CASEOPS.source_bytes(written).tolist() == [0, 1, 0, 3, 0, 3, 0, 3, 2, 0, 1]
     # Not operators here, so text like any other.
-    assert CASEOPS.weights("\ue000\ue005\ue006").tolist() == [3, 3, 3]
-    assert CASEOPS.weights("").tolist() == []
-    assert PAIR.weights(f"{SPACE_TITLE}a{E}{SPACE_TITLE}{SPACE_ALL_CAPS}").tolist() == [
+    assert CASEOPS.source_bytes("\ue000\ue005\ue006").tolist() == [3, 3, 3]
+    assert CASEOPS.source_bytes("").tolist() == []
+    assert PAIR.source_bytes(f"{SPACE_TITLE}a{E}{SPACE_TITLE}{SPACE_ALL_CAPS}").tolist() == [
         1,
         1,
         0,
@@ -246,7 +246,7 @@ def test_utf8_lengths() -> None:
 def test_pairs_are_fused(text: str, written: str) -> None:
     assert PAIR.forward(text) == written
     assert PAIR.inverse(written) == text
-    assert PAIR.weights(written).sum() == len(text.encode())
+    assert PAIR.source_bytes(written).sum() == len(text.encode())
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_pairs_are_fused(text: str, written: str) -> None:
 def test_operators_move_before_the_space(text: str, written: str) -> None:
     assert BEFORE.forward(text) == written
     assert BEFORE.inverse(written) == text
-    assert BEFORE.weights(written).sum() == len(text.encode())
+    assert BEFORE.source_bytes(written).sum() == len(text.encode())
 
 
 @pytest.mark.parametrize("name", ["caseops", "caseops_before", "caseops_pair"])

@@ -19,8 +19,7 @@ from underpar.data.duplicates import (
     Repeats,
     audit_duplicates,
     exact_duplicates,
-    find_overlaps,
-    near_duplicates,
+    find_duplicates,
 )
 from underpar.errors import DataError
 
@@ -52,11 +51,11 @@ def decode(ids: np.ndarray) -> bytes:
 
 
 def near(train: list[str], val: list[str], **changes: Any) -> list[NearPair]:
-    return near_duplicates(TextShard(train), TextShard(val), decode, NearSettings(**changes))
+    return find_duplicates(TextShard(train), TextShard(val), decode, NearSettings(**changes))[0]
 
 
 def overlaps(train: list[str], val: list[str], **changes: Any) -> list[Overlap]:
-    return find_overlaps(TextShard(train), TextShard(val), decode, NearSettings(**changes))
+    return find_duplicates(TextShard(train), TextShard(val), decode, NearSettings(**changes))[1]
 
 
 def prose(name: str, num_words: int) -> list[str]:
@@ -152,8 +151,8 @@ def test_words_of_any_script_are_compared() -> None:
 
 def test_bytes_that_are_not_text_do_not_stop_the_search() -> None:
     shard = TextShard(["one two three four five six"])
-    found = near_duplicates(shard, shard, lambda ids: decode(ids) + b"\xff\xfe", NearSettings())
-    assert found == [NearPair(0, 0, 1.0, 1.0)]
+    pairs, _ = find_duplicates(shard, shard, lambda ids: decode(ids) + b"\xff\xfe")
+    assert pairs == [NearPair(0, 0, 1.0, 1.0)]
 
 
 def test_a_document_inside_a_long_one_is_an_overlap_though_not_near() -> None:
@@ -270,7 +269,7 @@ def test_settings_that_mean_nothing_are_refused(changes: dict[str, Any], message
 def test_progress_counts_training_documents() -> None:
     calls: list[tuple[int, int]] = []
     train, val = TextShard(["a", "b", "c"]), TextShard(["d"])
-    near_duplicates(train, val, decode, progress=lambda done, total: calls.append((done, total)))
+    find_duplicates(train, val, decode, progress=lambda done, total: calls.append((done, total)))
     assert calls == [(1, 3), (2, 3), (3, 3)]
 
 

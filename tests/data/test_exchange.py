@@ -1,5 +1,6 @@
 """Exchange with published token files: out and in again unchanged, and every wrong set refused."""
 
+import json
 import re
 import shutil
 from collections.abc import Callable
@@ -28,7 +29,6 @@ from underpar.data.published.exchange import (
     export_published,
     import_published,
 )
-from underpar.data.published.export_manifest import SplitStats, read_export_manifest
 from underpar.data.published.files import split_files
 from underpar.data.shards import CHANGED
 from underpar.data.sources.corpus import document_hash
@@ -124,21 +124,18 @@ def test_the_export_is_the_streams_cut_into_files(
 def test_the_exports_manifest_describes_it(kind: str, folders: Callable[[str], Path]) -> None:
     root = folders(kind)
     data, export = load_data(root / "data"), root / "export"
-    manifest = read_export_manifest(export)
-    assert manifest.num_docs == data.train.num_documents + data.val.num_documents
-    assert (manifest.num_val_docs, manifest.shard_size) == (data.val.num_documents, SHARD_TOKENS)
-    [tokenizer], [dataset] = manifest.tokenizers, manifest.datasets
-    assert tokenizer.model_path is not None
-    assert (export / tokenizer.model_path).read_bytes() == data.tokenizer.content
-    assert tokenizer.vocab_size == data.tokenizer.vocab_size
-    named = tokenizer.text_transform or "identity"
-    assert named == data.tokenizer.transform_name
-    for stats, shard, split in (
-        (dataset.train, data.train, "train"),
-        (dataset.val, data.val, "val"),
-    ):
+    manifest = json.loads((export / "manifest.json").read_text())
+    assert manifest["num_docs"] == data.train.num_documents + data.val.num_documents
+    assert manifest["num_val_docs"] == data.val.num_documents
+    assert manifest["shard_size"] == SHARD_TOKENS
+    [tokenizer], [dataset] = manifest["tokenizers"], manifest["datasets"]
+    assert (export / tokenizer["model_path"]).read_bytes() == data.tokenizer.content
+    assert tokenizer["vocab_size"] == data.tokenizer.vocab_size
+    assert tokenizer.get("text_transform", "identity") == data.tokenizer.transform_name
+    for shard, split in ((data.train, "train"), (data.val, "val")):
+        stats = [dataset["stats"][f"{unit}_{split}"] for unit in ("docs", "tokens", "files")]
         num_files = len(split_files(token_files(export), split))
-        assert stats == SplitStats(shard.num_documents, shard.num_tokens, num_files)
+        assert stats == [shard.num_documents, shard.num_tokens, num_files]
 
 
 @pytest.mark.parametrize("shard_tokens", [1, 2, 5, 1000])
@@ -264,10 +261,10 @@ def test_a_sidecar_that_disagrees_with_the_text_is_refused(
     root = folders("bpe")
     files = Path(shutil.copytree(token_files(root / "export"), tmp_path / "files"))
     path = files / "fineweb_val_bytes_000000.bin"
-    weights = read_published(path)
+    source_bytes = read_published(path)
     size = int(load_data(root / "data").val.doc_bytes[0])
     for change in (1, -1):
-        write_published(path, [0, weights[1] + change, *weights[2:]])
+        write_published(path, [0, source_bytes[1] + change, *source_bytes[2:]])
         assert refusal(files, tmp_path / "out", options_for("bpe", root / "export")) == (
             f"{files}/fineweb_val_000000.bin: document 0 decodes to {size} bytes, its tokens are "
             f"counted as {size + change}; its sidecar is wrong or missing"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from underpar.data.published.export import PublishedWriter
 from underpar.data.published.export_manifest import SplitStats
-from underpar.data.published.files import document_table, open_published, open_sidecar, split_files
+from underpar.data.published.files import open_published, open_sidecar, split_files
 from underpar.errors import DataError
 
 VOCAB_SIZE = 300
@@ -24,28 +24,28 @@ def export(
 ) -> PublishedWriter:
     with PublishedWriter(folder, "val", VOCAB_SIZE, shard_tokens, sidecar=sidecar) as writer:
         for document in documents:
-            ids, weights = framed(document)
-            writer.add(ids, weights if sidecar else None)
+            ids, source_bytes = framed(document)
+            writer.add(ids, source_bytes if sidecar else None)
     return writer
 
 
 def framed(document: Document) -> tuple[list[int], list[int]]:
-    return [1, *(token for token, _ in document)], [0, *(weight for _, weight in document)]
+    return [1, *(token for token, _ in document)], [0, *(num_bytes for _, num_bytes in document)]
 
 
 def read_back(folder: Path) -> list[tuple[list[int], list[int]]]:
     result = []
     for file in split_files(folder, "val"):
         tokens = open_published(file, VOCAB_SIZE)
-        weights = open_sidecar(file, tokens)
-        assert weights is not None
-        result.append((tokens.tolist(), weights.tolist()))
+        source_bytes = open_sidecar(file, tokens)
+        assert source_bytes is not None
+        result.append((tokens.tolist(), source_bytes.tolist()))
     return result
 
 
 def joined(pieces: list[tuple[list[int], list[int]]]) -> tuple[list[int], list[int]]:
     tokens = [token for piece, _ in pieces for token in piece]
-    return tokens, [weight for _, piece in pieces for weight in piece]
+    return tokens, [num_bytes for _, piece in pieces for num_bytes in piece]
 
 
 def names(folder: Path) -> list[str]:
@@ -66,17 +66,17 @@ def test_many_files_hold_what_one_would(
     folder = tmp_path_factory.mktemp("export")
     many = export(folder / "many", documents, shard_tokens)
     one = export(folder / "one", documents)
-    [(tokens, weights)] = read_back(folder / "one")
-    assert (tokens, weights) == joined([framed(document) for document in documents])
+    [(tokens, source_bytes)] = read_back(folder / "one")
+    assert (tokens, source_bytes) == joined([framed(document) for document in documents])
     pieces = read_back(folder / "many")
-    assert joined(pieces) == (tokens, weights)
+    assert joined(pieces) == (tokens, source_bytes)
     assert all(len(piece[0]) == shard_tokens for piece in pieces[:-1])
     assert len(pieces) == max(1, -(-len(tokens) // shard_tokens))
     assert many.stats() == SplitStats(len(documents), len(tokens), len(pieces))
     assert one.stats() == SplitStats(len(documents), len(tokens), 1)
-    assert many.num_bytes == one.num_bytes == sum(weights)
+    assert many.num_bytes == one.num_bytes == sum(source_bytes)
     if documents:
-        assert len(document_table(np.array(tokens, dtype=np.uint16))) == len(documents)
+        assert tokens.count(1) == len(documents)
 
 
 def test_the_layout_is_as_published(tmp_path: Path) -> None:
@@ -89,8 +89,8 @@ def test_the_layout_is_as_published(tmp_path: Path) -> None:
     ]
     data = (tmp_path / "fineweb_val_000001.bin").read_bytes()
     assert data.hex() == "88d8340101000000" + "03000000" + "00" * 1012 + "2b0104000400"
-    weights = (tmp_path / "fineweb_val_bytes_000001.bin").read_bytes()
-    assert weights.hex() == "88d8340101000000" + "03000000" + "00" * 1012 + "ffff00000300"
+    source_bytes = (tmp_path / "fineweb_val_bytes_000001.bin").read_bytes()
+    assert source_bytes.hex() == "88d8340101000000" + "03000000" + "00" * 1012 + "ffff00000300"
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 100_000])
@@ -107,7 +107,7 @@ def test_one_document_of_any_size(tmp_path: Path, num_tokens: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "weights", "message"),
+    ("tokens", "source_bytes", "message"),
     [
         ([1, 300], [0, 1], "document 1: token 1 is 300, expected 0 to 299"),
         ([1, 5, -1], [0, 1, 1], "document 1: token 2 is -1, expected 0 to 299"),
@@ -118,30 +118,30 @@ def test_one_document_of_any_size(tmp_path: Path, num_tokens: int) -> None:
         ([], [], r"document 1: tokens are float64 of shape \(0,\)"),
         ([[1]], [0], "expected a row of integers"),
         ([1.0], [0], "tokens are float64"),
-        ([1, 5], [0, 65_536], "document 1: byte weight 1 is 65536, expected 0 to 65535"),
-        ([1, 5], [0, -1], "document 1: byte weight 1 is -1, expected 0 to 65535"),
-        ([1, 5], [1, 1], "2 byte weights for 2 tokens, the first 1; .* 0 for BOS"),
-        ([1, 5], [0], "1 byte weights for 2 tokens"),
-        ([1, 5], [0, 1, 1], "3 byte weights for 2 tokens"),
-        ([1, 5], None, "byte weights are given with a sidecar"),
+        ([1, 5], [0, 65_536], "document 1: source bytes of token 1 is 65536, expected 0 to 65535"),
+        ([1, 5], [0, -1], "document 1: source bytes of token 1 is -1, expected 0 to 65535"),
+        ([1, 5], [1, 1], "2 entries for 2 tokens, the first entry is 1; .* 0 for BOS"),
+        ([1, 5], [0], "1 entries for 2 tokens"),
+        ([1, 5], [0, 1, 1], "3 entries for 2 tokens"),
+        ([1, 5], None, "a sidecar needs the source bytes"),
     ],
 )
 def test_a_wrong_document_is_refused_and_leaves_nothing(
-    tmp_path: Path, tokens: list[Any], weights: list[int] | None, message: str
+    tmp_path: Path, tokens: list[Any], source_bytes: list[int] | None, message: str
 ) -> None:
     with PublishedWriter(tmp_path, "val", VOCAB_SIZE, 4, sidecar=True) as writer:
         writer.add([1, 7, 8], [0, 1, 1])
         with pytest.raises(DataError, match=message) as caught:
-            writer.add(tokens, weights)
+            writer.add(tokens, source_bytes)
         assert "\n" not in str(caught.value)
         writer.add([1, 9], [0, 65_535])
     assert read_back(tmp_path) == [([1, 7, 8, 1], [0, 1, 1, 0]), ([9], [65_535])]
     assert writer.stats() == SplitStats(2, 5, 2)
 
 
-def test_weights_without_a_sidecar_are_refused(tmp_path: Path) -> None:
+def test_source_bytes_without_a_sidecar_are_refused(tmp_path: Path) -> None:
     with (
-        pytest.raises(DataError, match="only with one"),
+        pytest.raises(DataError, match="without a sidecar, leave them out"),
         PublishedWriter(tmp_path, "val", VOCAB_SIZE) as writer,
     ):
         writer.add([1, 5], [0, 1])

@@ -242,34 +242,34 @@ def test_a_changed_byte_in_the_sidecar_is_refused(lossy: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda weights: weights[:-1], r"\d+ entries for \d+ tokens"),
-        (lambda weights: [*weights, 0], r"\d+ entries for \d+ tokens"),
-        (lambda weights: [0, weights[1] + 1, *weights[2:]], "document 0 do not add up to its 26"),
-        (lambda weights: [0, weights[1] - 1, *weights[2:]], "document 0 do not add up to its 26"),
-        (lambda weights: [*weights[:-1], weights[-1] - 1], "document 5 do not add up to its 18"),
+        (lambda entries: entries[:-1], r"\d+ entries for \d+ tokens"),
+        (lambda entries: [*entries, 0], r"\d+ entries for \d+ tokens"),
+        (lambda entries: [0, entries[1] + 1, *entries[2:]], "document 0 do not add up to its 26"),
+        (lambda entries: [0, entries[1] - 1, *entries[2:]], "document 0 do not add up to its 26"),
+        (lambda entries: [*entries[:-1], entries[-1] - 1], "document 5 do not add up to its 18"),
     ],
     ids=["short", "long", "first up", "first down", "last down"],
 )
 def test_a_sidecar_that_does_not_add_up_is_refused(
     lossy: Path, change: Callable[[list[int]], list[int]], message: str
 ) -> None:
-    weights = read_published(lossy / "val_bytes.bin")
-    rewrite_sidecar(lossy, weights)
+    source_bytes = read_published(lossy / "val_bytes.bin")
+    rewrite_sidecar(lossy, source_bytes)
     load_data(lossy)
-    rewrite_sidecar(lossy, change(weights))
+    rewrite_sidecar(lossy, change(source_bytes))
     with pytest.raises(DataError, match=rf"val_bytes\.bin: .*{message}"):
         load_data(lossy)
 
 
 def test_not_even_a_changed_document_may_have_more_bytes_than_its_text(lossy: Path) -> None:
     start = int(load_data(lossy).val.starts[2])
-    weights = read_published(lossy / "val_bytes.bin")
+    source_bytes = read_published(lossy / "val_bytes.bin")
     # Two bytes at the edges belong to no token, so two may be added unseen, but not three.
-    weights[start + 1] += 2
-    rewrite_sidecar(lossy, weights)
+    source_bytes[start + 1] += 2
+    rewrite_sidecar(lossy, source_bytes)
     load_data(lossy)
-    weights[start + 1] += 1
-    rewrite_sidecar(lossy, weights)
+    source_bytes[start + 1] += 1
+    rewrite_sidecar(lossy, source_bytes)
     assert "val_bytes.bin: the entries of document 2 do not add up to its 22" in refusal(lossy)
 
 

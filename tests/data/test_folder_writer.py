@@ -28,7 +28,7 @@ def columns_of(texts: list[str], tokenizer: Tokenizer = BYTES) -> Columns:
     hashes = b"".join(map(document_hash, texts))
     return Columns(
         tokens=pieces.tokens,
-        weights=pieces.weights,
+        source_bytes=pieces.source_bytes,
         counts=pieces.counts,
         doc_bytes=doc_bytes,
         doc_hashes=np.frombuffer(hashes, dtype=np.uint8).reshape(-1, 32),
@@ -101,27 +101,33 @@ def test_what_a_kill_left_behind_goes(tmp_path: Path) -> None:
     assert load_data(tmp_path).val.num_documents == 1
 
 
-def test_a_sidecar_holds_the_weights_of_validation(tmp_path: Path) -> None:
+def test_a_sidecar_holds_the_source_bytes_of_validation(tmp_path: Path) -> None:
     tokenizer = open_tokenizer(published_model())
     batches = [columns_of(["half \u00bd", "plain"], tokenizer), columns_of(["a  b"], tokenizer)]
     with FolderWriter(tmp_path, tokenizer, max_shared=None) as writer:
         for columns in batches:
             writer.add("a", "val", columns)
-        # No weights are needed where nothing is scored.
-        writer.add("a", "train", dataclasses.replace(columns_of(["x"], tokenizer), weights=None))
+        # Training documents are not scored, so they need no source bytes.
+        writer.add(
+            "a", "train", dataclasses.replace(columns_of(["x"], tokenizer), source_bytes=None)
+        )
     manifest = writer.write_manifest({})
     assert manifest["val"]["ledger"] == "sidecar"
-    weights = np.concatenate([c.weights for c in batches if c.weights is not None])
-    assert read_published(tmp_path / "val_bytes.bin") == weights.tolist()
+    source_bytes = np.concatenate([c.source_bytes for c in batches if c.source_bytes is not None])
+    assert read_published(tmp_path / "val_bytes.bin") == source_bytes.tolist()
     assert load_data(tmp_path).manifest == manifest
 
 
-def test_a_weight_over_16_bits_is_refused(tmp_path: Path) -> None:
+def test_source_bytes_over_16_bits_are_refused(tmp_path: Path) -> None:
     columns = columns_of(["one"])
-    for weight in (65_536, -1):
-        wrong = dataclasses.replace(columns, weights=np.array([0, 1, weight, 1], dtype=np.int32))
+    for num_bytes in (65_536, -1):
+        wrong = dataclasses.replace(
+            columns, source_bytes=np.array([0, 1, num_bytes, 1], dtype=np.int32)
+        )
         with (
-            pytest.raises(DataError, match=rf"a: source bytes of token 2 is {weight}, expected 0"),
+            pytest.raises(
+                DataError, match=rf"a: source bytes of token 2 is {num_bytes}, expected 0"
+            ),
             FolderWriter(tmp_path, BYTES, max_shared=0) as writer,
         ):
             writer.add("a", "val", wrong)

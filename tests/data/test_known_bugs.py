@@ -37,9 +37,9 @@ from small_data import (
 from underpar.audit import rules
 from underpar.audit.finding import FAIL, NOT_SHOWN, PASS, Finding
 from underpar.core.runtime import Clock, Runtime
+from underpar.data.batch import Batch
 from underpar.data.build import BuildOptions, build_data
 from underpar.data.folder import DataFolder, load_data
-from underpar.data.loader import Batch
 from underpar.data.published.exchange import ImportOptions, export_published, import_published
 from underpar.data.published.export import PublishedWriter
 from underpar.data.published.files import check_known_val, split_files
@@ -126,10 +126,10 @@ def byte_finding(data: DataFolder, num_bytes: Sequence[int]) -> Finding:
     return rules.byte_count(case)
 
 
-def assert_refused(folder: Path, weights: Weights) -> None:
+def assert_refused(folder: Path, source_bytes: Weights) -> None:
     """A validation shard with these bytes is refused by the folder, or at last by the audit."""
     val = load_data(folder).val
-    wrong = np.add.reduceat(weights, val.starts)
+    wrong = np.add.reduceat(source_bytes, val.starts)
     assert wrong.sum() != NUM_BYTES == val.num_bytes
     assert byte_finding(load_data(folder), val.doc_bytes.tolist()).verdict == PASS
     assert byte_finding(load_data(folder), wrong.tolist()).verdict == FAIL
@@ -139,7 +139,7 @@ def assert_refused(folder: Path, weights: Weights) -> None:
     # A manifest and a sidecar that go along with it do not get past the text itself.
     off_table = int(np.count_nonzero(wrong != val.doc_bytes))
     edit_manifest(folder, lambda m: m["val"].update(off_table=off_table, ledger="sidecar"))
-    rewrite_sidecar(folder, weights.tolist())
+    rewrite_sidecar(folder, source_bytes.tolist())
     finding = byte_finding(load_data(folder), wrong.tolist())
     assert finding.verdict == FAIL
     assert f"{len(VAL_TEXTS) - off_table} of {len(VAL_TEXTS)} documents" in finding.summary
@@ -206,7 +206,7 @@ def test_bug_05_fixed_bytes_per_token(folder: Path) -> None:
 def reference_sidecar(folder: Path, texts: Sequence[str]) -> list[int]:
     """Bytes a token by a walk over the characters of its piece, written from the public law."""
     data = load_data(folder)
-    weights = []
+    source_bytes = []
     for index, text in enumerate(texts):
         written = data.tokenizer.transform.forward(text)
         # What each byte of the written text pays: a character pays where it ends.
@@ -219,10 +219,10 @@ def reference_sidecar(folder: Path, texts: Sequence[str]) -> list[int]:
         at = 0
         for token in data.val.doc(index).tolist():
             size = len(data.tokenizer.written([token]))
-            weights.append(sum(pays[at : at + size]))
+            source_bytes.append(sum(pays[at : at + size]))
             at += size
         assert at == len(pays)
-    return weights
+    return source_bytes
 
 
 def test_bug_06_operators_credited_three_bytes(caseops: Path, tmp_path: Path) -> None:
@@ -270,8 +270,8 @@ def write_set(folder: Path, val: Sequence[str], train: Sequence[str]) -> ImportO
         pieces = BYTES.encode_texts(texts)
         write_published(folder / f"fineweb_{split}_000000.bin", pieces.tokens.tolist())
         if split == "val":
-            weights = pieces.weights.tolist()
-            write_published(folder / "fineweb_val_bytes_000000.bin", weights)
+            source_bytes = pieces.source_bytes.tolist()
+            write_published(folder / "fineweb_val_bytes_000000.bin", source_bytes)
     return ImportOptions(write_file(folder / "byte260.json", CONTENT))
 
 
@@ -297,7 +297,7 @@ def test_bug_09_first_ten_thousand_documents(
     # The same by an import, with a set of 50 documents in place of the 50,000.
     texts = [f"validation document {i}" for i in range(50)]
     whole = BYTES.encode_texts(texts)
-    totals = {"set": (len(whole.tokens) - 1, int(whole.weights.sum()))}
+    totals = {"set": (len(whole.tokens) - 1, int(whole.source_bytes.sum()))}
     monkeypatch.setattr("underpar.data.published.files.KNOWN_VAL", totals)
     for num_documents in (50, 10):
         folder = tmp_path / str(num_documents)
@@ -549,12 +549,12 @@ def test_bug_15_a_rank_that_is_missing_or_there_twice_is_refused(
         score(num_copies=2)
 
 
-def test_bug_16_weight_over_16_bits(tmp_path: Path) -> None:
+def test_bug_16_source_bytes_over_16_bits(tmp_path: Path) -> None:
     text = "a" + 70_000 * " " + "b"
     pieces = open_tokenizer(published_model()).encode_texts([text])
-    assert pieces.weights.max() > 65_535 and pieces.weights.sum() == len(text)
+    assert pieces.source_bytes.max() > 65_535 and pieces.source_bytes.sum() == len(text)
     # What the cast of the public exporter makes of it.
-    assert pieces.weights.astype(np.uint16).sum() == len(text) - 65_536
+    assert pieces.source_bytes.astype(np.uint16).sum() == len(text) - 65_536
     train = write_jsonl(tmp_path / "train.jsonl", ["training text"])
     val = write_jsonl(tmp_path / "val.jsonl", ["short", text])
     model = write_file(tmp_path / "m.model", published_model())
@@ -563,7 +563,9 @@ def test_bug_16_weight_over_16_bits(tmp_path: Path) -> None:
         build_data([train], tmp_path / "out", options)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["tokenizer.model"]
     with (
-        pytest.raises(DataError, match="document 0: byte weight 1 is 70001, expected 0 to 65535"),
+        pytest.raises(
+            DataError, match="document 0: source bytes of token 1 is 70001, expected 0 to 65535"
+        ),
         PublishedWriter(tmp_path / "export", "val", 300, sidecar=True) as writer,
     ):
         writer.add([1, 5], [0, 70_001])

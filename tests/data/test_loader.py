@@ -14,24 +14,21 @@ from test_order import LENGTHS, make_shard
 
 from underpar.core.run_folder import RunFolder
 from underpar.core.runtime import Runtime
+from underpar.data.batch import Batch, Segments, pack_documents, segments_from_starts
 from underpar.data.folder import load_data
 from underpar.data.loader import (
     CU_BUCKET,
-    Batch,
     Loader,
     MicroBatch,
     Place,
-    Segments,
     make_step,
     micros_of_rank,
-    pack_documents,
     prefetch,
-    segments_from_starts,
 )
 from underpar.data.shards import Shard
 from underpar.errors import DataError, RecipeError
 from underpar.recipe import load_recipe
-from underpar.stages.train import make_trainer, train_run
+from underpar.stages.train import make_trainer, train
 
 ORDERS = ["documents", "sequences"]
 # No two micro-batches of one size, and contexts above and below it.
@@ -211,7 +208,7 @@ def test_mixed_contexts_train(
 ) -> None:
     sets = ["train.budget_steps=8", "train.contexts=[32, 64]", f"train.order={order}"]
     folder = RunFolder(tmp_path)
-    assert train_run(load_recipe("baseline+cpu", sets), tiny_data, folder, runtime)
+    assert train(load_recipe("baseline+cpu", sets), tiny_data, folder, runtime)["finished"]
     losses = [m["loss"] for m in folder.metrics()]
     assert len(losses) == 8 and losses[-1] < losses[0]
 

@@ -16,11 +16,11 @@ from underpar.data import merge
 from underpar.data.build import BuildOptions, build_data
 from underpar.data.folder import load_data
 from underpar.data.merge import merge_folders, write_part
-from underpar.data.published.files import open_published
 from underpar.data.sources.corpus import REPAIR, Reading, demo_corpus, is_held_out, read_documents
 from underpar.data.sources.corpus import document_hash as sha256
 from underpar.data.tokens import byte260
 from underpar.data.tokens.train_bpe import train_tokenizer
+from underpar.data.value_files import open_values
 from underpar.errors import DataError
 
 HOLDOUT = 0.2
@@ -95,12 +95,12 @@ def test_a_sidecar_joins_escaped_and_plain_parts(root: Path, tmp_path: Path) -> 
     assert ledgers == ["sidecar", "table", "table"]
     assert merge_folders([root / name for name in "cba"], tmp_path)["val"]["ledger"] == "sidecar"
     data = load_data(tmp_path)
-    weights = open_published(tmp_path / "val_bytes.bin", None)
-    sums = np.add.reduceat(weights, data.val.starts, dtype=np.int64)
+    source_bytes = open_values(tmp_path / "val_bytes.bin")
+    sums = np.add.reduceat(source_bytes, data.val.starts, dtype=np.int64)
     assert sums.tolist() == data.val.doc_bytes.tolist()
     # The literal operator weighs its three bytes; a table has none for it.
     by_table = data.tokenizer.token_bytes[data.val.tokens]
-    assert int((weights - by_table).sum()) == 3
+    assert int((source_bytes - by_table).sum()) == 3
 
 
 def test_without_an_escape_there_is_no_sidecar(root: Path, tmp_path: Path) -> None:

@@ -50,15 +50,15 @@ def test_columns_say_everything_about_their_documents(transform: str) -> None:
     preparer = Preparer(plan(content, transform))
     columns = preparer.prepare(raw_batch(list(TEXTS)), "val").splits["val"]
     assert columns.tokens.dtype == np.uint16
-    assert columns.weights is not None
-    assert len(columns.tokens) == len(columns.weights) == columns.counts.sum()
-    weights = np.split(columns.weights, columns.starts[1:])
+    assert columns.source_bytes is not None
+    assert len(columns.tokens) == len(columns.source_bytes) == columns.counts.sum()
+    source_bytes = np.split(columns.source_bytes, columns.starts[1:])
     for index, text in enumerate(TEXTS):
         document, raw = documents(columns)[index], text.encode()
         assert document[0] == 1 and 1 not in document[1:]
         assert preparer.tokenizer.decode(document) == raw
-        assert weights[index][0] == 0
-        assert weights[index].sum() == columns.doc_bytes[index] == len(raw)
+        assert source_bytes[index][0] == 0
+        assert source_bytes[index].sum() == columns.doc_bytes[index] == len(raw)
         assert columns.doc_hashes[index].tobytes() == hashlib.sha256(raw).digest()
     assert not columns.flags.any()
     # Only the escaped operator of the last text is beyond a table.
@@ -73,7 +73,7 @@ def test_documents_go_to_their_split_and_keep_their_order() -> None:
         expected = [text for text in texts if is_held_out(document_hash(text), 0.3) is wanted]
         columns = prepared.splits[split]
         assert [tokenizer.decode(d).decode() for d in documents(columns)] == expected
-        assert (columns.weights is None) == (split == "train")
+        assert (columns.source_bytes is None) == (split == "train")
     assert Preparer(plan()).prepare(raw_batch(texts), "val").splits.keys() == {"val"}
 
 

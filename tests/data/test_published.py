@@ -8,26 +8,23 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from underpar.data.published import files as published
 from underpar.data.published.files import (
     KNOWN_VAL,
     check_known_val,
-    document_table,
     open_published,
     open_sidecar,
     refuse_special_ids,
     sidecar_of,
     split_files,
-    target_counts,
 )
+from underpar.data.value_files import open_values
 from underpar.errors import DataError
 
 VOCAB_SIZE = 300
 TOKENS = [1, 5, 6, 7, 1, 299, 1, 1, 4, 4]
-WEIGHTS = [0, 3, 1, 2, 0, 65_535, 0, 0, 1, 1]
+SOURCE_BYTES = [0, 3, 1, 2, 0, 65_535, 0, 0, 1, 1]
 
 
 def write_raw(path: Path, values: Sequence[int] | npt.NDArray[np.uint16]) -> Path:
@@ -95,9 +92,9 @@ def test_a_file_cut_short_is_refused(token_file: Path, num_bytes: int) -> None:
 
 def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
     with refused(r"gone\.bin: token file cannot be read: No such file"):
-        open_published(tmp_path / "gone.bin", None)
+        open_values(tmp_path / "gone.bin")
     with refused("token file cannot be read: Is a directory"):
-        open_published(tmp_path, None)
+        open_values(tmp_path)
 
 
 def test_the_first_wrong_value_is_named_in_any_chunk(
@@ -115,7 +112,7 @@ def test_the_first_wrong_value_is_named_in_any_chunk(
 
 def test_only_a_limit_refuses_values(tmp_path: Path) -> None:
     path = write_raw(tmp_path / "a.bin", [0, 65_535])
-    assert open_published(path, None).tolist() == [0, 65_535]
+    assert open_values(path).tolist() == [0, 65_535]
     assert open_published(path, 65_536).tolist() == [0, 65_535]
     with refused("token 1 is id 65535"):
         open_published(path, 65_535)
@@ -132,15 +129,12 @@ def test_a_split_is_its_token_files_without_sidecars(tmp_path: Path) -> None:
     names = [f"fineweb_val_{i:06d}.bin" for i in range(12)]
     for name in reversed(names):
         write_raw(tmp_path / name, TOKENS)
-        write_raw(sidecar_of(tmp_path / name), WEIGHTS)
+        write_raw(sidecar_of(tmp_path / name), SOURCE_BYTES)
     write_raw(tmp_path / "fineweb_train_000000.bin", TOKENS)
     assert [file.name for file in split_files(tmp_path, "val")] == names
     assert [file.name for file in split_files(tmp_path, "train")] == ["fineweb_train_000000.bin"]
     # The pattern of the published readers would have read the sidecars as tokens.
     assert len(list(tmp_path.glob("fineweb_val_*.bin"))) == 24
-    sidecar = open_published(sidecar_of(tmp_path / names[0]), None)
-    with refused("begins with id 0, expected BOS"):
-        document_table(sidecar)
 
 
 def test_a_gap_or_a_stray_name_is_refused(tmp_path: Path) -> None:
@@ -160,19 +154,19 @@ def test_a_gap_or_a_stray_name_is_refused(tmp_path: Path) -> None:
 def test_a_sidecar_gives_the_bytes_of_its_tokens(token_file: Path) -> None:
     tokens = open_published(token_file, VOCAB_SIZE)
     assert open_sidecar(token_file, tokens) is None
-    write_raw(token_file.with_name("fineweb_val_bytes_000000.bin"), WEIGHTS)
-    weights = open_sidecar(token_file, tokens)
-    assert weights is not None and weights.tolist() == WEIGHTS
+    write_raw(token_file.with_name("fineweb_val_bytes_000000.bin"), SOURCE_BYTES)
+    source_bytes = open_sidecar(token_file, tokens)
+    assert source_bytes is not None and source_bytes.tolist() == SOURCE_BYTES
 
 
 def test_a_sidecar_that_does_not_fit_is_refused(token_file: Path) -> None:
     tokens = open_published(token_file, VOCAB_SIZE)
     path = sidecar_of(token_file)
-    for entries in (WEIGHTS[:-1], [*WEIGHTS, 1]):
+    for entries in (SOURCE_BYTES[:-1], [*SOURCE_BYTES, 1]):
         write_raw(path, entries)
         with refused(rf"{path.name}: {len(entries)} entries for 10 tokens"):
             open_sidecar(token_file, tokens)
-    write_raw(path, [*WEIGHTS[:6], 2, 3, 1, 1])
+    write_raw(path, [*SOURCE_BYTES[:6], 2, 3, 1, 1])
     with refused("the BOS at token 6 has 2 bytes, expected 0"):
         open_sidecar(token_file, tokens)
     path.unlink()
@@ -187,28 +181,6 @@ def test_only_a_token_file_has_a_sidecar(name: str) -> None:
     assert sidecar == Path("a/fineweb_train_bytes_000012.bin")
     with refused("not the name of a token file"):
         sidecar_of(Path(name))
-
-
-@settings(deadline=None, max_examples=50)
-@given(st.lists(st.lists(st.integers(4, 65_535), max_size=6), min_size=1, max_size=8))
-def test_documents_partition_the_targets(documents: list[list[int]]) -> None:
-    stream = np.array([t for d in documents for t in [1, *d]], dtype=np.uint16)
-    starts = document_table(stream)
-    counts = target_counts(starts, len(stream))
-    assert stream[starts].tolist() == [1] * len(documents)
-    assert counts.sum() == len(stream) - 1
-    assert np.count_nonzero(stream[1:] == 1) == len(documents) - 1
-    # All but the last own the BOS that ends them.
-    assert counts.tolist() == [len(d) + 1 for d in documents[:-1]] + [len(documents[-1])]
-    assert (np.diff(starts) == 1).tolist() == [not d for d in documents[:-1]]
-
-
-def test_a_stream_without_a_first_bos_is_refused() -> None:
-    with refused(r"empty, expected BOS \(1\) first"):
-        document_table(np.array([], dtype=np.uint16))
-    with refused(r"begins with id 7, expected BOS \(1\)"):
-        document_table(np.array([7, 1], dtype=np.uint16))
-    assert document_table(np.array([7, 1, 7], dtype=np.uint16), bos_id=7).tolist() == [0, 2]
 
 
 def test_known_validation_sets_are_accepted() -> None:

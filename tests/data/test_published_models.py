@@ -67,18 +67,18 @@ def test_the_model_is_the_published_one(caseops: SentencePieceTokenizer) -> None
 def test_worked_examples(caseops: SentencePieceTokenizer, text: str, expected: str) -> None:
     pieces = caseops.encode_texts([text])
     strings = model_of(caseops).id_to_piece(pieces.tokens[1:].tolist())
-    found = [f"{s}{w}" for s, w in zip(strings, pieces.weights[1:], strict=True)]
+    found = [f"{s}{w}" for s, w in zip(strings, pieces.source_bytes[1:], strict=True)]
     assert " ".join(found).translate(NAMES) == expected
-    assert pieces.weights.sum() == len(text.encode())
+    assert pieces.source_bytes.sum() == len(text.encode())
 
 
 def test_the_validation_text(caseops: SentencePieceTokenizer, val_texts: list[str]) -> None:
     pieces = caseops.encode_texts(val_texts)
     assert len(pieces.tokens) == VAL_TOKENS
     raw = [len(text.encode()) for text in val_texts]
-    assert pieces.weights.sum() == sum(raw) == VAL_BYTES
+    assert pieces.source_bytes.sum() == sum(raw) == VAL_BYTES
     firsts = np.cumsum(pieces.counts) - pieces.counts
-    assert np.add.reduceat(pieces.weights, firsts).tolist() == raw
+    assert np.add.reduceat(pieces.source_bytes, firsts).tolist() == raw
     assert pieces.tokens.tolist() == own_ids(caseops, val_texts)
 
 
@@ -95,7 +95,7 @@ def test_the_plain_model(plain: SentencePieceTokenizer, val_texts: list[str]) ->
     assert model_of(plain).piece_to_id("\u2581") in (8107, 8108)
     pieces = plain.encode_texts(val_texts)
     assert pieces.tokens.tolist() == own_ids(plain, val_texts)
-    assert pieces.weights.sum() == VAL_BYTES
+    assert pieces.source_bytes.sum() == VAL_BYTES
     # The table by id counts the normalized text.
     assert plain.token_bytes[pieces.tokens].sum() == len(plain.decode(pieces.tokens))
     with pytest.raises(DataError, match="needs a piece"):

@@ -27,7 +27,7 @@ def columns_of(documents: list[list[int]], first: int = 0) -> Columns:
     hashes = b"".join(map(hash_of, numbers))
     return Columns(
         tokens=np.array([t for document in documents for t in (1, *document)], dtype=np.int32),
-        weights=None,
+        source_bytes=None,
         counts=np.array([len(document) + 1 for document in documents]),
         doc_bytes=np.array([10 * number for number in numbers]),
         doc_hashes=np.frombuffer(hashes, dtype=np.uint8).reshape(-1, 32),

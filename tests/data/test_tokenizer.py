@@ -101,7 +101,7 @@ def test_real_text_round_trips_and_is_compressed() -> None:
     documents = np.split(pieces.tokens, np.cumsum(pieces.counts)[:-1])
     assert [lossless().decode(ids).decode() for ids in documents] == texts
     assert sum(len(text.encode()) for text in texts) / len(pieces.tokens) > 1.5
-    assert pieces.tokens.dtype == pieces.weights.dtype == np.int32
+    assert pieces.tokens.dtype == pieces.source_bytes.dtype == np.int32
 
 
 def test_odd_bytes_become_byte_pieces() -> None:
@@ -162,7 +162,7 @@ def test_no_texts_and_empty_texts() -> None:
         pieces = tokenizer.encode_texts(["", "", ""])
         assert pieces.tokens.tolist() == [1, 1, 1]
         assert pieces.counts.tolist() == [1, 1, 1]
-        assert not pieces.changed.any() and not pieces.weights.any()
+        assert not pieces.changed.any() and not pieces.source_bytes.any()
 
 
 def test_facts_of_a_model(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ class Encoder:
         letters = "".join(new)
         return Pieces(
             tokens=np.array([ord(c) for c in letters], dtype=np.int32),
-            weights=np.array([ord(c) % 7 for c in letters], dtype=np.int32),
+            source_bytes=np.array([ord(c) % 7 for c in letters], dtype=np.int32),
             counts=np.array([len(word) for word in new], dtype=np.int64),
             changed=np.array(["!" in word for word in new], dtype=bool),
         )
@@ -37,7 +37,7 @@ def encode_plainly(documents: list[list[str]]) -> dict[str, list[int]]:
     texts = ["".join(document) for document in documents]
     return {
         "tokens": [t for text in texts for t in (BOS_ID, *map(ord, text))],
-        "weights": [w for text in texts for w in (0, *(ord(c) % 7 for c in text))],
+        "source_bytes": [w for text in texts for w in (0, *(ord(c) % 7 for c in text))],
         "counts": [1 + len(text) for text in texts],
         "changed": ["!" in text for text in texts],
     }

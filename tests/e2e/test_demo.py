@@ -17,7 +17,7 @@ SMALL += ["model.num_heads=2", "model.num_kv_heads=1", "model.mlp_dim=64"]
 
 
 def test_a_small_demo_runs_every_stage(tmp_path: Path) -> None:
-    result = run_demo(load_recipe("demo", SMALL), tmp_path, quiet=True, code_tokens=1000)
+    result = run_demo(load_recipe("demo", SMALL), tmp_path, code_tokens=1000)
     assert result["audit"] == "pass"
     assert (tmp_path / "document.back").read_bytes() == (tmp_path / "document.txt").read_bytes()
     assert Path(result["report"]).read_text().startswith("<!doctype html>")

@@ -15,7 +15,7 @@ from underpar.score.method import ADAPT, PLAIN
 from underpar.stages.audit import audit_run
 from underpar.stages.pack import pack_run
 from underpar.stages.score import score_artifact
-from underpar.stages.train import train_run
+from underpar.stages.train import train
 from underpar.stages.use import open_codec
 
 pytestmark = pytest.mark.gpu
@@ -30,7 +30,7 @@ def test_training_packs_and_scores(
     tiny_recipe: Recipe, tiny_data: Path, tmp_path: Path, gpu: Runtime
 ) -> None:
     folder = RunFolder(tmp_path)
-    assert train_run(tiny_recipe, tiny_data, folder, gpu)
+    assert train(tiny_recipe, tiny_data, folder, gpu)["finished"]
     losses = [m["loss"] for m in folder.metrics()]
     assert losses[-1] < losses[0] - 1
     pack_run(folder)

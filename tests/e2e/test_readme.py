@@ -38,7 +38,7 @@ def test_the_guide_runs_as_written(
     Path("book.txt").write_text("A very short book. " * 10)
     assert len(commands()) >= 10
     for line in commands():
-        words = shlex.split(line)[1:]
+        words = shlex.split(line, comments=True)[1:]
         if " ".join(words).startswith(TAKES_SET):
             words += [word for override in TINY for word in ("--set", override)]
         result = CliRunner().invoke(app, words, catch_exceptions=False)

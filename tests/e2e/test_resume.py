@@ -18,7 +18,7 @@ from underpar.core.run_folder import RunFolder
 from underpar.core.runtime import Runtime
 from underpar.errors import UnderparError
 from underpar.recipe import load_recipe
-from underpar.stages.train import train_run
+from underpar.stages.train import train
 
 # A tenth of them is enough for a comparison.
 STEPS = 60
@@ -68,7 +68,7 @@ def change_about(whole: RunFolder, path: Path, **values: str) -> RunFolder:
 def whole(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory, runtime: Runtime) -> RunFolder:
     """An uninterrupted run."""
     folder = RunFolder(tmp_path_factory.mktemp("resume") / "whole")
-    assert train_run(load_recipe("baseline+cpu", SETS), tiny_data, folder, runtime)
+    assert train(load_recipe("baseline+cpu", SETS), tiny_data, folder, runtime)["finished"]
     return folder
 
 

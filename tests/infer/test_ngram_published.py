@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from trained import published
-from underpar.data.published.files import open_published, split_files
+from underpar.data.published.files import split_files
+from underpar.data.value_files import open_values
 from underpar.levers.tilt import Settings, plug
 from underpar.recipe import ModelSpec
 
@@ -18,7 +19,7 @@ NUM_GATED = 628_156
 
 def test_the_gate_opens_as_often_as_published() -> None:
     files = split_files(published("datasets/caseops"), "val")
-    stream = np.concatenate([open_published(path, None) for path in files]).astype(np.int64)
+    stream = np.concatenate([open_values(path) for path in files]).astype(np.int64)
     targets = stream[1:]
     assert len(targets) == NUM_TARGETS
     expert = plug(Settings(), ModelSpec())

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lever_stacks import CPU, randomized, stack_with
 from underpar.core.runtime import Runtime
-from underpar.data.loader import segments_from_starts
+from underpar.data.batch import segments_from_starts
 from underpar.errors import RecipeError
 from underpar.infer.predictor import Predictor
 from underpar.levers import phased_sgd

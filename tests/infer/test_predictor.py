@@ -13,8 +13,8 @@ from underpar.artifact.unpack import Artifact
 from underpar.build.artifact import read_artifact
 from underpar.build.levers import plug_levers
 from underpar.build.model import build_predictor
+from underpar.data.batch import Batch, pack_documents
 from underpar.data.folder import load_data
-from underpar.data.loader import Batch, pack_documents
 from underpar.errors import RuleError
 from underpar.infer import predictor as predictor_module
 from underpar.infer.predictor import Predictor

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from lever_stacks import CPU, batch_of, randomized, stack_with
 from underpar.errors import RecipeError, RuleError
-from underpar.infer import sgd as sgd_module
 from underpar.infer.predictor import Predictor
 from underpar.infer.sgd import SGD, Descent, backward, gradients_on
 from underpar.levers import lever_module
+from underpar.model import sliced_head
 from underpar.model.gpt import GPT
 from underpar.train.step import mean_loss
 
@@ -118,7 +118,7 @@ def test_gradients_in_slices_are_those_of_the_mean(monkeypatch: pytest.MonkeyPat
     batch = batch_of([50, 70], 128)
     mean_loss(model, batch).backward()
     whole = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    monkeypatch.setattr(sgd_module, "ROWS", 32)
+    monkeypatch.setattr(sliced_head, "ROWS", 32)
     named = dict(model.named_parameters())
     with gradients_on(list(named.values())):
         backward(model, batch, len(batch.targets), torch.float32)

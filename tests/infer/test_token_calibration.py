@@ -35,7 +35,7 @@ from underpar.score.method import ADAPT, PLAIN, Method
 from underpar.stages.audit import audit_run
 from underpar.stages.pack import pack_run
 from underpar.stages.score import score_artifact
-from underpar.stages.train import train_run
+from underpar.stages.train import train
 from underpar.submit.bundle import bundle
 
 CPU = torch.device("cpu")
@@ -205,7 +205,7 @@ def packed(
     recipe: Recipe, tiny_run: TinyRun, runtime: Runtime, tmp_path_factory: pytest.TempPathFactory
 ) -> RunFolder:
     folder = RunFolder(tmp_path_factory.mktemp("packed") / "run")
-    assert train_run(recipe, tiny_run.data, folder, runtime)
+    assert train(recipe, tiny_run.data, folder, runtime)["finished"]
     pack_run(folder)
     return folder
 
@@ -241,7 +241,7 @@ def test_a_filled_cap_has_room_for_them(
 ) -> None:
     grids = {"quant": {"rules": list(GRIDS)}, "train": {"budget_steps": 6}}
     folder, cap = RunFolder(tmp_path), 225_000
-    assert train_run(changed(tiny_run.recipe, grids), tiny_run.data, folder, runtime)
+    assert train(changed(tiny_run.recipe, grids), tiny_run.data, folder, runtime)["finished"]
     assert 0.99 * cap < pack_run(folder, cap).total_bytes <= cap
     assert lever_settings(read_artifact(folder.artifact_file)[0].recipe)[NAME] != NEUTRAL
 

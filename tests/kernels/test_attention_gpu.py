@@ -6,7 +6,7 @@ import torch
 import torch._dynamo
 from torch import Tensor
 
-from underpar.data.loader import Segments, segments_from_starts
+from underpar.data.batch import Segments, segments_from_starts
 from underpar.kernels.attention import BACKENDS, attend, available, backend_of
 
 pytestmark = pytest.mark.gpu

@@ -26,12 +26,13 @@ def gradients(out: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
     return torch.autograd.grad((out * weights).sum(), inputs)
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("spread", [1.0, 40.0])
 @pytest.mark.parametrize("cap", CAPS)
-def test_the_soft_cap_is_a_tanh_but_for_rounding(cap: float, spread: float) -> None:
+def test_the_soft_cap_is_a_tanh_but_for_rounding(cap: float, spread: float, fused: bool) -> None:
     logits = draw_logits(spread).requires_grad_()
     exact = logits.detach().double().requires_grad_()
-    out, expected = soft_cap(logits, cap), cap * torch.tanh(exact / cap)
+    out, expected = soft_cap(logits, cap, fused=fused), cap * torch.tanh(exact / cap)
     # A few units of the sigmoid, times 2 cap: near zero the error is absolute, not relative.
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=8 * cap * ULP)
     assert float(out.detach().abs().max()) <= cap
@@ -39,14 +40,15 @@ def test_the_soft_cap_is_a_tanh_but_for_rounding(cap: float, spread: float) -> N
         torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=16 * ULP)
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("with_scale", [False, True])
 @pytest.mark.parametrize("shape", [(), (64,)])
-def test_a_cap_may_be_a_weight(shape: tuple[int, ...], with_scale: bool) -> None:
+def test_a_cap_may_be_a_weight(shape: tuple[int, ...], with_scale: bool, fused: bool) -> None:
     source = torch.Generator().manual_seed(1)
     logits = draw_logits(40.0).clamp(-200, 200).requires_grad_()
     cap = (20 + 20 * torch.rand(shape, generator=source)).requires_grad_()
     exact, exact_cap = (t.detach().double().requires_grad_() for t in (logits, cap))
-    out = soft_cap(logits, cap, 2.0 / cap if with_scale else None)
+    out = soft_cap(logits, cap, 2.0 / cap if with_scale else None, fused)
     expected = exact_cap * torch.tanh(exact / exact_cap)
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=8 * 40 * ULP)
     found, wanted = gradients(out, logits, cap), gradients(expected, exact, exact_cap)
@@ -77,7 +79,7 @@ def test_the_loss_without_a_maximum_is_the_cross_entropy(cap: float) -> None:
     targets = torch.arange(len(logits)) * 7 % logits.size(1)
     exact = logits.detach().double().requires_grad_()
     expected = loss_and_gradient(F.cross_entropy(exact, targets), exact)
-    loss, grad = loss_and_gradient(capped_cross_entropy(logits, targets, cap), logits)
+    loss, grad = loss_and_gradient(capped_cross_entropy(logits, targets, cap, fused=True), logits)
     # The logarithm of the sum is as large as the cap, and rounded there.
     torch.testing.assert_close(loss.double(), expected[0], rtol=0, atol=4 * cap * ULP)
     torch.testing.assert_close(grad.double(), expected[1], rtol=1e-5, atol=ULP)
@@ -87,7 +89,9 @@ def test_a_cap_that_doubled_overflows_nothing() -> None:
     targets = torch.tensor([0, 3])
     for bound in (2 * SAFE_CAP, -2 * SAFE_CAP):
         logits = torch.full((2, 64), bound, requires_grad=True)
-        loss, grad = loss_and_gradient(capped_cross_entropy(logits, targets, SAFE_CAP), logits)
+        loss, grad = loss_and_gradient(
+            capped_cross_entropy(logits, targets, SAFE_CAP, fused=True), logits
+        )
         torch.testing.assert_close(loss, F.cross_entropy(logits.detach(), targets))
         assert bool(grad.isfinite().all())
 
@@ -97,6 +101,6 @@ def test_a_large_cap_falls_back_on_a_maximum() -> None:
     targets = torch.arange(len(logits))
     assert bool(logits.exp().isinf().any())
     expected = loss_and_gradient(F.cross_entropy(logits, targets), logits)
-    found = loss_and_gradient(capped_cross_entropy(logits, targets, 200.0), logits)
+    found = loss_and_gradient(capped_cross_entropy(logits, targets, 200.0, fused=True), logits)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
     assert all(bool(tensor.isfinite().all()) for tensor in found)

@@ -19,18 +19,19 @@ from underpar.core.run_folder import RunFolder
 from underpar.core.versions import device_name, versions
 from underpar.data.folder import data_identity, load_data
 from underpar.errors import BenchError, RecipeError, RunError
-from underpar.lab import ablate
+from underpar.lab import ablate, runs
 from underpar.lab.ablate import (
-    Job,
     Plan,
     Request,
-    launcher,
     make_plan,
+    read_bpb,
     read_known,
     run_plan,
     summarize,
 )
+from underpar.lab.runs import LOG, Job, launcher, read_tail
 from underpar.recipe import Recipe, load_recipe
+from watcher import Watcher
 
 TOKENS = 4096
 SMALL = ("model.num_layers=6", "levers.smear=true", "levers.softcap=true", "levers.ema=true")
@@ -77,7 +78,7 @@ class Device:
         folder.mkdir(parents=True, exist_ok=True)
         code = self.codes.get(job.name, 0)
         lines = "".join(f"line {i} of {job.name}\n" for i in range(30))
-        (folder / ablate.LOG).write_text(lines)
+        (folder / LOG).write_text(lines)
         about = {"recipe_hash": job.recipe_hash, "data_identity": "d", "device": "fake"}
         (folder / "run.json").write_text(json.dumps(about))
 
@@ -110,7 +111,7 @@ def recipe_of(job: Job) -> Recipe:
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ablate, "_POLL_SECONDS", 0.0)
+    monkeypatch.setattr(runs, "POLL_SECONDS", 0.0)
 
 
 def test_every_lever_of_the_model_is_left_out_once() -> None:
@@ -191,16 +192,15 @@ def test_requests_that_measure_nothing_are_refused(values: dict[str, int]) -> No
 
 @pytest.mark.parametrize("num_at_once", [1, 2, 9])
 def test_runs_share_the_device(tmp_path: Path, num_at_once: int) -> None:
-    plan, seen = plan_of(*LOOPS), list[tuple[str, int, int]]()
+    plan, progress = plan_of(*LOOPS), Watcher()
     device = Device(tmp_path, BPB)
-    outcome = run_plan(
-        plan, tmp_path, device, num_at_once, "d", lambda job, _, *of: seen.append((job.name, *of))
-    )
+    outcome = run_plan(plan, tmp_path, device, num_at_once, "d", progress)
     assert device.started == [job.name for job in plan.jobs]
     assert device.most_at_once == min(num_at_once, len(plan.jobs))
-    assert [done for _, done, _ in seen] == list(range(1, 9)) and {n for *_, n in seen} == {8}
+    counts, names = zip(*(note.split(": ")[0].split(", ") for note in progress.notes), strict=True)
+    assert list(counts) == [f"{done} of 8" for done in range(1, 9)]
     assert outcome.failed == {} and outcome.bpb["seed-1338"] == 2.004
-    assert {name for name, *_ in seen} == set(outcome.bpb)
+    assert set(names) == set(outcome.bpb)
 
 
 def test_no_run_at_once_is_refused(tmp_path: Path) -> None:
@@ -240,13 +240,13 @@ def test_runs_of_another_recipe_or_data_are_refused(
 def test_a_damaged_validation_is_named(tmp_path: Path, tree: str) -> None:
     (tmp_path / "validation.json").write_text(tree)
     with pytest.raises(RunError, match=r"validation\.json is not a validation"):
-        ablate.read_bpb(RunFolder(tmp_path), TOKENS)
+        read_bpb(RunFolder(tmp_path), TOKENS)
 
 
 def test_a_score_that_is_no_number_is_named(tmp_path: Path) -> None:
     write_validation(tmp_path, average=math.nan)
     with pytest.raises(RunError, match="nan bits per byte"):
-        ablate.read_bpb(RunFolder(tmp_path), TOKENS)
+        read_bpb(RunFolder(tmp_path), TOKENS)
 
 
 def test_failures_do_not_stop_the_others(tmp_path: Path) -> None:
@@ -257,20 +257,21 @@ def test_failures_do_not_stop_the_others(tmp_path: Path) -> None:
     assert outcome.failed == reasons
     assert set(outcome.bpb) == {"seed-1337", "seed-1338", "seed-1339"}
     assert summarize(plan, outcome.bpb)["levers"] == []
-    tail = ablate.read_tail(tmp_path / "without-smear", 2)
+    tail = read_tail(tmp_path / "without-smear", 2)
     assert tail == "line 28 of without-smear\nline 29 of without-smear"
-    assert ablate.read_tail(tmp_path / "nothing") == ""
+    assert read_tail(tmp_path / "nothing") == ""
 
 
 def test_a_stopped_ablation_ends_its_runs(tmp_path: Path) -> None:
     device = Device(tmp_path, BPB)
     before = signal.getsignal(signal.SIGTERM)
 
-    def stop(*_: Any) -> None:
-        signal.raise_signal(signal.SIGTERM)
+    class Stop(Watcher):
+        def note(self, line: str) -> None:
+            signal.raise_signal(signal.SIGTERM)
 
     with pytest.raises(KeyboardInterrupt):
-        run_plan(plan_of(), tmp_path, device, 3, None, stop)
+        run_plan(plan_of(), tmp_path, device, 3, None, Stop())
     assert device.started == ["seed-1337", "seed-1338", "seed-1339"]
     left = [run for name, run in device.runs.items() if name != "seed-1337"]
     assert all(run.terminated and run.waited for run in left)
@@ -316,13 +317,13 @@ def test_a_run_is_the_train_command_with_its_recipe(tiny_data: Path, tmp_path: P
     plan = make_plan(Request("cpu", sets, (), 2, 1024))
     job = plan.jobs[-1]
     process = launcher("cpu", tiny_data, tmp_path, "cpu")(job)
-    assert process.wait() == 0, ablate.read_tail(tmp_path / job.name)
+    assert process.wait() == 0, read_tail(tmp_path / job.name)
     folder = RunFolder(tmp_path / "without-smear")
     assert folder.read_json(folder.about_file)["recipe_hash"] == job.recipe_hash
     assert [line["tokens"] for line in folder.metrics()] == [1024]
     # One step of training leaves a model of 512 pieces little better than a guess.
-    assert 1 < (ablate.read_bpb(folder, 1024) or 0) < 9
-    assert ablate.read_tail(folder.path)
+    assert 1 < (read_bpb(folder, 1024) or 0) < 9
+    assert read_tail(folder.path)
 
 
 def invoke(device: Device, data: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> Any:

@@ -17,8 +17,19 @@ from underpar.cli import app
 from underpar.errors import RecipeError
 from underpar.kernels.attention import attend
 from underpar.lab.flops import count_flops, count_keys
-from underpar.lab.lever_cards import LeverCard, all_cards, cost_of, parse_docstring, read_card
-from underpar.lab.lever_docs import ablation_section, to_markdown
+from underpar.lab.lever_cards import (
+    EFFECTS,
+    NOT_MEASURED,
+    Effect,
+    LeverCard,
+    all_cards,
+    cost_of,
+    measured_text,
+    parse_docstring,
+    read_card,
+    read_effects,
+)
+from underpar.lab.lever_docs import ablation_section, headline, meanings_of, to_markdown
 from underpar.recipe import ModelSpec, from_tree, load_recipe
 
 DOCS = Path(__file__).parents[2] / "docs" / "levers.md"
@@ -57,10 +68,62 @@ def test_every_lever_has_a_section_with_its_words(
     assert [name for name in sections if name in cards] == lever_names()
     for name, card in cards.items():
         assert card.source and card.legal and card.what.endswith(".")
-        for words in (card.what, card.why, card.source, card.legal, card.settings_note):
+        note, meanings = meanings_of(card)
+        for words in (card.what, card.why, card.source, card.legal, card.cost, note):
             assert words in sections[name]
-        for setting in card.settings:
-            assert f"| `{setting.name}` | {setting.type} | `{setting.default}` |" in sections[name]
+        assert card.cost.endswith(".")
+        for s in card.settings:
+            assert meanings[s.name].endswith(".")
+            row = f"| `{s.name}` | {s.type} | `{s.default}` | {meanings[s.name]} |"
+            assert row in sections[name]
+
+
+def test_every_measurement_is_shown_with_its_setting_and_place(sections: dict[str, str]) -> None:
+    table = sections["All levers"]
+    [measured] = re.findall(r"^\| \[smear\].*\| (.*) \|$", table, re.MULTILINE)
+    assert measured == headline(read_effects("smear"))
+    for name in lever_names():
+        effects = read_effects(name)
+        assert (f"| {NOT_MEASURED} |" in re.findall(rf"^\| \[{name}\].*$", table, re.M)[0]) == (
+            not effects
+        )
+        for effect in effects:
+            assert f"  - {effect.figure}: {effect.setting} ({effect.where})\n" in sections[name]
+
+
+def test_effects_are_of_levers_and_of_entries_of_the_log() -> None:
+    entries = tomllib.loads(EFFECTS.read_text())
+    assert set(entries) <= set(lever_names())
+    days = re.findall(r"^## (\S+):", (DOCS.parents[1] / "LOG.md").read_text(), re.MULTILINE)
+    for effect in (effect for name in entries for effect in read_effects(name)):
+        day = re.match(r"LOG\.md (\S+), ", effect.where)
+        assert day is None or day[1] in days, effect
+        assert day or effect.where.startswith(("docs/", "underpar ablate")), effect
+
+
+def test_a_gain_is_the_difference_of_its_figures(tmp_path: Path) -> None:
+    path, none = tmp_path / "effects.toml", tmp_path / "none"
+    about = 'setting = "s"\nwhere = "w"\n'
+    path.write_text(
+        f'[[loop]]\nbpb = [1.25, 1.2375]\n{about}verdict = "helps"\n'
+        f'[[loop]]\nbpb = [1.2375, 1.25]\n{about}verdict = "hurts"\n'
+        f'[[loop]]\nbpb = [1.25, 1.25]\n{about}verdict = "none"\n'
+        f'[[loop]]\ngain = 0.25\n{about}verdict = "helps"\n'
+    )
+    figures = [effect.figure for effect in read_effects("loop", path, none)]
+    assert figures[0] == "12.5 mBPB better (1.2500 to 1.2375 BPB)"
+    assert figures[1] == "12.5 mBPB worse (1.2375 to 1.2500 BPB)"
+    assert figures[2].startswith("no change") and figures[3] == "0.2 mBPB better"
+    assert read_effects("smear", path, none) == ()
+
+
+def test_a_lever_that_lost_twice_and_never_helped_is_marked() -> None:
+    hurt, helped = (Effect("f", "s", "w", verdict) for verdict in ("hurts", "helps"))
+    assert headline([hurt, hurt]) == "lost twice: f; 1 more, 1 worse"
+    assert measured_text([hurt, hurt]) == "lost twice: f (s; w); f (s; w)"
+    assert headline([hurt, helped, hurt]) == "f; 2 more, 1 worse"
+    assert headline([hurt]) == "f"
+    assert headline([]) == measured_text([]) == NOT_MEASURED
 
 
 def test_links_lead_to_sections(sections: dict[str, str]) -> None:
@@ -115,7 +178,7 @@ def test_an_ablation_is_a_section_where_there_is_one(
     some = [cards["smear"], cards["loop"]]
     path = tmp_path / "ablation.json"
     without = to_markdown(some, path)
-    assert "Measured here" not in without
+    assert "One recipe without each lever" not in without
     path.write_text(json.dumps(ablation(1.875)))
     text = to_markdown(some, path)
     section = ablation_section(ablation(1.875))
@@ -141,7 +204,7 @@ def test_a_section_speaks_of_loops_only_where_they_were_switched_on() -> None:
     assert "\n\n\n" not in ablation_section(ablation(1.875))
 
 
-MARKED = {"source": "PR 1 (a: b).", "legal": "it is.", "measured": "2.1 mBPB, three seeds."}
+MARKED = {"source": "PR 1 (a: b).", "legal": "it is.", "cost": "two weights."}
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(MARKED)), ids="-".join)
@@ -153,15 +216,15 @@ def test_marks_stand_in_any_order(order: tuple[str, ...], gap: str) -> None:
 
 
 def test_marks_may_be_missing_or_said_twice() -> None:
-    plain = {"why": "", "source": "", "legal": "", "measured": "not measured"}
+    plain = {"why": "", "source": "", "legal": "", "cost": ""}
     assert parse_docstring("It does.") == {"what": "It does.", **plain}
     assert parse_docstring("") == {"what": "", **plain}
-    twice = parse_docstring("It does.\n\nSource: PR 1. Legal: yes. Source:\nPR 2. Measured:")
+    twice = parse_docstring("It does.\n\nSource: PR 1. Legal: yes. Source:\nPR 2. Cost:")
     assert twice["source"] == "PR 1. PR 2."
-    assert (twice["why"], twice["measured"]) == ("", "not measured")
+    assert (twice["why"], twice["cost"]) == ("", "")
     # Words that only look like marks.
-    other = parse_docstring("It does.\n\nResource: none. Measured there. Source: PR 1.")
-    assert other["why"] == "Resource: none. Measured there."
+    other = parse_docstring("It does.\n\nResource: none. Cost there. Source: PR 1.")
+    assert other["why"] == "Resource: none. Cost there."
 
 
 def test_a_broken_docstring_line_is_one_paragraph(cards: dict[str, LeverCard]) -> None:

@@ -8,21 +8,14 @@ from statistics import fmean
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from underpar.build.levers import resolve_levers
+from underpar.cli import app
 from underpar.core.run_folder import RunFolder
 from underpar.errors import BenchError, RunError
-from underpar.lab import parity
-from underpar.lab.ablate import Job
-from underpar.lab.parity import (
-    VARIANTS,
-    Request,
-    judge,
-    main,
-    mean_last_loss,
-    read_request,
-    run_parity,
-)
+from underpar.lab.parity import VARIANTS, Request, judge, make_job, mean_last_loss, run_parity
+from underpar.lab.runs import Job
 from underpar.recipe import Recipe, load_recipe
 
 STEPS = 8
@@ -82,27 +75,34 @@ def test_the_last_quarter_is_averaged(tmp_path: Path) -> None:
         mean_last_loss(folder, 200)
 
 
+def request_of(data: Path, out: Path, *overrides: str) -> Request:
+    return Request("baseline+cpu", data, out, (*SMALL, *overrides), STEPS, TOKENS, "cpu")
+
+
 def words_of(data: Path, out: Path, *more: str) -> list[str]:
+    """The command line of `request_of`."""
     sets = [word for override in SMALL for word in ("--set", override)]
-    words = ["baseline+cpu", "--data", str(data), "--out", str(out), "--device", "cpu"]
-    return [*words, "--steps", str(STEPS), "--batch-tokens", str(TOKENS), *sets, *more]
+    words = ["lab", "parity", "baseline+cpu", "--data", str(data), "--out", str(out)]
+    words += ["--device", "cpu", "--steps", str(STEPS), "--batch-tokens", str(TOKENS)]
+    return [*words, *sets, *more, "--json"]
 
 
-def test_a_mistake_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_requests_that_measure_nothing_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match="3 steps"):
-        read_request([*words_of(tmp_path, tmp_path), "--steps", "3"])
-    assert main([*words_of(tmp_path, tmp_path), "--batch-tokens", "1022"]) == 2
-    assert capsys.readouterr().err == "error: 1022 tokens a step: expected a multiple of 4\n"
+        replace(request_of(tmp_path, tmp_path), num_steps=3)
+    found = CliRunner().invoke(app, [*words_of(tmp_path, tmp_path), "--batch-tokens", "1022"])
+    assert str(found.exception) == "1022 tokens a step: expected a multiple of 4"
     assert list(tmp_path.iterdir()) == []
 
 
 def test_runs_differ_in_speed_alone(tmp_path: Path) -> None:
-    request = read_request([*words_of(tmp_path, tmp_path), "--set", "train.budget_seconds=9"])
+    request = request_of(tmp_path, tmp_path, "train.budget_seconds=9")
     recipes: list[Recipe] = []
     for name, variant in VARIANTS.items():
-        job = parity._make_job(request, name)
+        job = make_job(request, name)
         recipe = resolve_levers(load_recipe("baseline+cpu", job.overrides))
         assert recipe.hash == job.recipe_hash
+        assert job.options == variant.options
         part = recipe.train
         assert part.num_micro_batches * part.micro_batch_tokens == TOKENS
         assert part.num_micro_batches == variant.num_micro_batches
@@ -137,19 +137,19 @@ class Device:
 def test_a_run_that_fails_is_shown_and_the_others_are_kept(
     code: int, reason: str, tmp_path: Path
 ) -> None:
-    request = read_request(words_of(tmp_path, tmp_path))
+    request = request_of(tmp_path, tmp_path)
     for expected in (["fast", "plain"], ["plain"]):
         device = Device(tmp_path, code, done=("fast",))
         with pytest.raises(RunError, match=rf"plain failed, {reason}:\none line"):
-            run_parity(request, device)
+            run_parity(request, launch=device)
         # Nothing is begun after a failure, and what is finished is not repeated.
         assert device.started == expected
 
 
 def test_what_belongs_to_another_request_is_refused(tmp_path: Path) -> None:
-    first = Request("baseline+cpu", tmp_path, tmp_path, SMALL, STEPS, TOKENS, "cpu")
+    first = request_of(tmp_path, tmp_path)
     with pytest.raises(RunError, match="exit code 1"):
-        run_parity(first, Device(tmp_path))
+        run_parity(first, launch=Device(tmp_path))
     changes: list[dict[str, Any]] = [
         {"num_steps": STEPS + 1},
         {"overrides": (*SMALL, "train.seed=7")},
@@ -159,22 +159,19 @@ def test_what_belongs_to_another_request_is_refused(tmp_path: Path) -> None:
     for change in changes:
         device = Device(tmp_path)
         with pytest.raises(RunError, match="choose another --out"):
-            run_parity(replace(first, **change), device)
+            run_parity(replace(first, **change), launch=device)
         assert device.started == []
 
 
 def test_three_runs_are_made_compared_and_not_repeated(
-    tiny_data: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Tiny models gain nothing from threads.
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    code = main(words_of(tiny_data, tmp_path))
+    found = CliRunner().invoke(app, words_of(tiny_data, tmp_path))
     result = json.loads((tmp_path / "parity.json").read_text())
-    assert json.loads(capsys.readouterr().out) == result
-    assert code == {"pass": 0, "fail": 1}[result["verdict"]]
+    assert json.loads(found.stdout) == result
+    assert found.exit_code == {"pass": 0, "fail": 1}[result["verdict"]]
     losses = {}
     for name, variant in VARIANTS.items():
         lines = list(RunFolder(tmp_path / name).metrics())
@@ -194,8 +191,7 @@ def test_three_runs_are_made_compared_and_not_repeated(
     assert result["data_identity"] and result["steps"] == STEPS
 
     device = Device(tmp_path)
-    monkeypatch.setattr(parity, "launcher", lambda request: device)
     (tmp_path / "parity.json").unlink()
-    assert main(words_of(tiny_data, tmp_path)) == code
+    assert run_parity(request_of(tiny_data, tmp_path), launch=device) == result
     assert json.loads((tmp_path / "parity.json").read_text()) == result
     assert device.started == []

@@ -4,29 +4,39 @@ import json
 import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from tiny import TinyRun
 from underpar.audit.probes import first_documents
 from underpar.build.model import build_model
+from underpar.cli import app
 from underpar.core.run_folder import RunFolder
 from underpar.core.runtime import Runtime
 from underpar.data.folder import load_data
 from underpar.errors import BenchError, RunError
-from underpar.lab import quant_case, quant_curves
+from underpar.lab import quant_case
 from underpar.lab.quant_case import CURVES, Case
-from underpar.lab.quant_curves import FACTORS, Request, main, measure, read_request
+from underpar.lab.quant_curves import (
+    FACTORS,
+    Request,
+    measure,
+    open_case,
+    write_results,
+)
 from underpar.model.gpt import GPT
 from underpar.quant import fisher
 from underpar.quant.calibration import TrainingText, collect
 from underpar.quant.files import Measured, save_measured
 from underpar.quant.schemes import QuantizedModel, dequantize, parse_scheme
 from underpar.stages.pack import read_trained
+from watcher import Watcher
 
 DOCUMENTS, TUNE = 3, 2
 # Those that differ in how they round or count.
@@ -70,14 +80,10 @@ def request_of(run: Path, tiny_run: TinyRun, program: Path, tmp_path: Path) -> R
 def results(
     run: Path, tiny_run: TinyRun, program: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """Some curves at two sizes, by the command line."""
+    """Some curves at two sizes."""
     out = tmp_path_factory.mktemp("results")
-    words = [str(run), "--data", str(tiny_run.data), "--out", str(out), "--zpaq", str(program)]
-    words += ["--sizes", "2", "--documents", str(DOCUMENTS), "--tune-steps", str(TUNE)]
-    words += ["--device", "cpu"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(quant_curves, "CURVES", SOME)
-        assert main(words) == 0
+    request = Request(run, tiny_run.data, out, 2, DOCUMENTS, TUNE, program, "cpu")
+    write_results(measure(request, curves=SOME), out)
     return out
 
 
@@ -136,42 +142,31 @@ def test_tables_are_written(results: Path) -> None:
     assert "<svg" in (results / "quant_curves.svg").read_text()
 
 
-def test_a_stopped_run_continues(
-    results: Path, request_of: Request, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_run_continues(results: Path, request_of: Request) -> None:
     record = json.loads((results / "quant_curves.json").read_text())
     missing = [("c", 1.25), ("d", 1.0)]
     kept = [p for p in record["points"] if (p["curve"], p["factor"]) not in missing]
     request_of.out.mkdir()
     path = request_of.out / "quant_curves.json"
     path.write_text(json.dumps({**record, "points": kept}))
-    rounded = []
-    plain = quant_curves._round_point
-
-    def watch(case: Case, name: str, *rest: float) -> Any:
-        rounded.append((name, rest[0]))
-        return plain(case, name, *rest)
-
-    monkeypatch.setattr(quant_curves, "CURVES", SOME)
-    monkeypatch.setattr(quant_curves, "_round_point", watch)
-    found = measure(request_of)
-    assert rounded == missing
+    progress = Watcher()
+    found = measure(request_of, progress, SOME)
+    [task] = progress.tasks
+    rounded = [remark for _, remark in task.updates if remark.startswith("rounding")]
+    assert rounded == [f"rounding ({name}) x {factor:g}" for name, factor in missing]
     assert len(found["points"]) == len(record["points"])
     before = read_points(results)
     for key, row in read_points(request_of.out).items():
         assert (row["parts"], row["bpb"]) == (before[key]["parts"], before[key]["bpb"])
 
 
-def test_points_are_kept_when_a_later_one_fails(
-    request_of: Request, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_points_are_kept_when_a_later_one_fails(request_of: Request) -> None:
     def fail(case: Case, factor: float) -> QuantizedModel:
         raise BenchError("out of luck")
 
     broken = {"c": CURVES["c"], "z": quant_case.Curve("never", fail, CURVES["c"].count)}
-    monkeypatch.setattr(quant_curves, "CURVES", broken)
     with pytest.raises(BenchError, match="out of luck"):
-        measure(request_of)
+        measure(request_of, curves=broken)
     assert set(read_points(request_of.out)) == {("c", 1.0), ("c", 1.25)}
 
 
@@ -192,13 +187,28 @@ def test_another_calibration_is_refused(results: Path, request_of: Request) -> N
 
 
 def test_without_a_program_nothing_begins(
-    request_of: Request, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    request_of: Request, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "")
-    words = [str(request_of.run), "--data", str(request_of.data), "--out", str(request_of.out)]
-    assert main([*words, "--device", "cpu"]) == 2
-    assert "neither lrzip nor zpaq" in capsys.readouterr().err
+    with pytest.raises(BenchError, match="neither lrzip nor zpaq"):
+        measure(replace(request_of, zpaq=None))
     assert not request_of.out.exists()
+
+
+def test_the_command_prints_the_table(results: Path, request_of: Request) -> None:
+    record = json.loads((results / "quant_curves.json").read_text())
+    # Nothing is left to measure: the other curves get the points of curve d.
+    copied = [row for row in record["points"] if row["curve"] == "d"]
+    others = CURVES.keys() - SOME.keys()
+    record["points"] += [{**row, "curve": name} for name in others for row in copied]
+    request_of.out.mkdir()
+    (request_of.out / "quant_curves.json").write_text(json.dumps(record))
+    words = ["lab", "quant-curves", str(request_of.run), "--data", str(request_of.data)]
+    words += ["--out", str(request_of.out), "--sizes", "2", "--documents", str(DOCUMENTS)]
+    words += ["--tune-steps", str(TUNE), "--device", "cpu"]
+    found = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert found.stdout.strip() == (request_of.out / "quant_curves.md").read_text().strip()
+    assert json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)["documents"] == DOCUMENTS
 
 
 def test_files_are_counted_whole(results: Path) -> None:
@@ -221,7 +231,7 @@ def test_control_tensors_are_tuned(
 ) -> None:
     trained, data = read_trained(RunFolder(request_of.run)), load_data(request_of.data)
     with ThreadPoolExecutor(1) as pool:
-        case = quant_curves._open_case(request_of, trained, data, runtime, pool)
+        case = open_case(request_of, trained, data, runtime, pool)
     tensors = CURVES["a"].round(case, 1.0)
 
     def nudge(model: GPT, names: list[str], *rest: object) -> dict[str, torch.Tensor]:
@@ -258,9 +268,7 @@ def test_the_first_documents(tiny_run: TinyRun) -> None:
     assert first_documents(shard, shard.num_documents) is shard
 
 
-def test_requests() -> None:
-    found = read_request(["run", "--data", "d", "--out", "o", "--zpaq", "bin/z"])
-    assert found == Request(Path("run"), Path("d"), Path("o"), zpaq=Path("bin/z"))
+def test_requests_that_measure_nothing_are_refused() -> None:
     for wrong in ({"num_sizes": 1}, {"num_sizes": 9}, {"num_documents": -1}):
         with pytest.raises(BenchError, match="expected"):
             Request(Path("run"), Path("d"), Path("o"), **wrong)  # type: ignore[arg-type]

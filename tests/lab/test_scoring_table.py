@@ -5,13 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from tiny import TinyRun
-from underpar.artifact.unpack import Artifact
-from underpar.build.scoring import ScoringRequest
-from underpar.data.shards import Shard
-from underpar.lab import scoring_table
-from underpar.lab.scoring_table import ROWS, main, verdict
+from underpar.cli import app
+from underpar.errors import UnderparError
+from underpar.lab.scoring_table import ROWS, Request, measure, to_markdown, verdict
 
 # By title, so that rows may be added between them.
 PLAIN, SLIDING, PUBLISHED, STREAM = (
@@ -20,16 +19,16 @@ PLAIN, SLIDING, PUBLISHED, STREAM = (
 )
 
 
-def words_of(tiny_run: TinyRun, out: Path, *rows: int) -> list[str]:
-    words = [str(tiny_run.folder.artifact_file), "--data", str(tiny_run.data), "--out", str(out)]
-    return [*words, "--documents", "3", "--device", "cpu", "--rows", *map(str, rows)]
+def request_of(tiny_run: TinyRun, out: Path, *rows: int) -> Request:
+    artifact = tiny_run.folder.artifact_file
+    return Request(artifact, tiny_run.data, out, rows, num_documents=3, device="cpu")
 
 
 @pytest.fixture(scope="module")
 def measured(tiny_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with four rows."""
     out = tmp_path_factory.mktemp("table") / "new"
-    assert main(words_of(tiny_run, out, PLAIN, SLIDING, PUBLISHED, STREAM)) == 0
+    measure(request_of(tiny_run, out, PLAIN, SLIDING, PUBLISHED, STREAM))
     return out
 
 
@@ -68,7 +67,7 @@ def test_rows_of_two_processes_are_told_apart(
     record["rows"] = record["rows"][:1]
     record["rows"][0]["made"] |= {"device": "elsewhere", "began": "earlier"}
     (tmp_path / "scoring.json").write_text(json.dumps(record))
-    assert main(words_of(tiny_run, tmp_path, PLAIN, SLIDING)) == 0
+    measure(request_of(tiny_run, tmp_path, PLAIN, SLIDING))
     first, second = (tmp_path / "scoring.md").read_text().splitlines()[-2:]
     assert first.startswith("- elsewhere, ")
     assert first.endswith(f" at earlier: {ROWS[PLAIN].title}")
@@ -76,45 +75,42 @@ def test_rows_of_two_processes_are_told_apart(
     assert second.endswith(f": {ROWS[SLIDING].title}")
     # A file of before, in which rows do not say.
     del record["rows"][0]["made"]
-    assert f"- not recorded: {ROWS[PLAIN].title}" in scoring_table.to_markdown(record)
+    assert f"- not recorded: {ROWS[PLAIN].title}" in to_markdown(record)
 
 
 def test_what_is_there_is_not_measured_again(
-    tiny_run: TinyRun, measured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_run: TinyRun, measured: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "scoring.json").write_text((measured / "scoring.json").read_text())
-    measure_row, titles = scoring_table.measure_row, []
-
-    def listed(artifact: Artifact, shard: Shard, request: ScoringRequest) -> dict[str, Any]:
-        titles.append(request.method.label)
-        return measure_row(artifact, shard, request)
-
-    monkeypatch.setattr(scoring_table, "measure_row", listed)
-    assert main(words_of(tiny_run, tmp_path, PLAIN, SLIDING, PUBLISHED, STREAM)) == 0
-    assert titles == []
+    measure(request_of(tiny_run, tmp_path, PLAIN, SLIDING, PUBLISHED, STREAM))
+    # Its seconds would differ.
     for name in ("scoring.json", "scoring.md"):
         assert (tmp_path / name).read_bytes() == (measured / name).read_bytes()
     # A run that was stopped goes on.
     record = json.loads((tmp_path / "scoring.json").read_text())
     record["rows"] = record["rows"][:1]
     (tmp_path / "scoring.json").write_text(json.dumps(record))
-    assert main(words_of(tiny_run, tmp_path, PLAIN, SLIDING)) == 0
-    assert titles == [ROWS[SLIDING].method.label]
-    assert [row["bpb"] for row in rows_of(tmp_path)] == [r["bpb"] for r in rows_of(measured)][:2]
+    measure(request_of(tiny_run, tmp_path, PLAIN, SLIDING))
+    plain, sliding = rows_of(tmp_path)
+    assert plain == rows_of(measured)[0]
+    assert sliding["bpb"] == rows_of(measured)[1]["bpb"]
+    assert sliding["seconds"] != rows_of(measured)[1]["seconds"]
 
 
-def test_verdicts_may_be_left_to_another_run(
-    tiny_run: TinyRun, measured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = words_of(tiny_run, tmp_path, PLAIN, PUBLISHED)
-    assert main([*words, "--no-probes"]) == 0
+def test_verdicts_may_be_left_to_another_run(tiny_run: TinyRun, tmp_path: Path) -> None:
+    words = ["lab", "scoring-table", str(tiny_run.folder.artifact_file), "--documents", "3"]
+    words += ["--data", str(tiny_run.data), "--out", str(tmp_path), "--device", "cpu"]
+    words += ["--rows", str(PLAIN), str(PUBLISHED)]
+    found = CliRunner().invoke(app, [*words, "--no-probes"], catch_exceptions=False)
+    assert found.stdout.strip() == (tmp_path / "scoring.md").read_text().strip()
     left = rows_of(tmp_path)
+    assert [row["title"] for row in left] == [ROWS[i].title for i in (PLAIN, PUBLISHED)]
     assert [verdict(row) for row in left] == ["not probed"] * 2
-    assert "not probed" in (tmp_path / "scoring.md").read_text()
+    assert "not probed" in found.stdout
     # The other run only probes.
-    monkeypatch.delattr(scoring_table, "measure_row")
-    assert main(words) == 0
-    probed = rows_of(tmp_path)
+    found = CliRunner().invoke(app, [*words, "--json"], catch_exceptions=False)
+    probed = json.loads(found.stdout)["rows"]
+    assert probed == rows_of(tmp_path)
     assert [verdict(row) for row in probed] == ["passes", "fails: knows lengths"]
     assert [row["seconds"] for row in probed] == [row["seconds"] for row in left]
 
@@ -124,23 +120,20 @@ def test_the_table_of_another_artifact_or_text_is_left_alone(
     tiny_run: TinyRun,
     measured: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
     other: dict[str, Any],
 ) -> None:
     record = json.loads((measured / "scoring.json").read_text())
     text = json.dumps(record | other)
     (tmp_path / "scoring.json").write_text(text)
-    assert main(words_of(tiny_run, tmp_path, PLAIN)) == 2
-    assert "is of another artifact or text; choose another --out" in capsys.readouterr().err
+    with pytest.raises(UnderparError, match="another artifact or text; choose another --out"):
+        measure(request_of(tiny_run, tmp_path, PLAIN))
     assert (tmp_path / "scoring.json").read_text() == text
     assert not (tmp_path / "scoring.md").exists()
 
 
-def test_an_unknown_row_is_refused(
-    tiny_run: TinyRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(words_of(tiny_run, tmp_path, len(ROWS))) == 2
-    assert f"--rows {len(ROWS)}: expected 0 to {len(ROWS) - 1}" in capsys.readouterr().err
+def test_an_unknown_row_is_refused(tiny_run: TinyRun, tmp_path: Path) -> None:
+    with pytest.raises(UnderparError, match=rf"--rows {len(ROWS)}: expected 0 to {len(ROWS) - 1}"):
+        measure(request_of(tiny_run, tmp_path, len(ROWS)))
 
 
 @pytest.mark.parametrize(

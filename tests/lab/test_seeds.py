@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from pathlib import Path
 from statistics import fmean, stdev
 from xml.etree import ElementTree as ET
 
 import pytest
+from typer.testing import CliRunner
 
+from underpar.cli import app
 from underpar.core.run_folder import RunFolder
 from underpar.core.runtime import Runtime
 from underpar.errors import RunError
-from underpar.lab.seeds import COLUMNS, main, read_result, write_results
+from underpar.lab.seeds import COLUMNS, read_result, write_results
 from underpar.recipe import load_recipe
 from underpar.stages.pack import pack_run
 from underpar.stages.score import score_artifact
-from underpar.stages.train import train_run
+from underpar.stages.train import train
 
 SETS = ["model.num_layers=2", "levers.ema=true", "levers.loop={first=1, last=1, start=0.5}"]
 SETS += ["train.budget_steps=10", "train.micro_batch_tokens=128", "model.context=64"]
@@ -35,7 +36,7 @@ def seeds(
     folders = [RunFolder(tmp_path_factory.mktemp("seeds") / f"s{seed}") for seed in (7, 1)]
     for folder, seed in zip(folders, (7, 1), strict=True):
         recipe = load_recipe("baseline+cpu", [*SETS, f"train.seed={seed}"])
-        assert train_run(recipe, tiny_data, folder, runtime)
+        assert train(recipe, tiny_data, folder, runtime)["finished"]
     pack_run(folders[0])
     score_artifact(folders[0].artifact_file, tiny_data, runtime)
     return folders
@@ -140,7 +141,7 @@ def test_runs_that_do_not_compare_are_refused(
     out = tmp_path / "out.md"
     other = RunFolder(tmp_path / "other")
     sets = [*SETS, "train.seed=3", "train.matrix_lr=0.01", "train.budget_steps=2"]
-    assert train_run(load_recipe("baseline+cpu", sets), tiny_data, other, runtime)
+    assert train(load_recipe("baseline+cpu", sets), tiny_data, other, runtime)["finished"]
     with pytest.raises(RunError, match=r"differ in more than train\.seed"):
         write_results(out, [*seeds, other])
     elsewhere = copy_run(seeds[1], tmp_path / "elsewhere")
@@ -158,24 +159,25 @@ def test_runs_that_do_not_compare_are_refused(
     assert not out.exists()
 
 
-def test_mistakes_are_one_line(
-    seeds: list[RunFolder], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_are_named(seeds: list[RunFolder], tmp_path: Path) -> None:
     half = copy_run(seeds[0], tmp_path / "half")
     half.validation_file.unlink()
-    run, out = str(seeds[0].path), str(tmp_path / "out.md")
-    for words, message in (
-        ([out], "usage"),
-        ([out, str(half.path)], r"validation\.json does not exist; run 'underpar train'"),
-        ([str(tmp_path / "out.svg"), run], "give a Markdown file"),
-        ([out, str(tmp_path / "nowhere")], "not a run folder"),
+    run, out = seeds[0], tmp_path / "out.md"
+    for path, folders, message in (
+        (out, [half], r"validation\.json does not exist; run 'underpar train'"),
+        (tmp_path / "out.svg", [run], "give a Markdown file"),
+        (out, [RunFolder(tmp_path / "nowhere")], "not a run folder"),
+        (out, [], "at least one"),
+        (out, [*seeds, RunFolder(run.path / "." / ".." / "s7")], "given twice"),
     ):
-        assert main(words) == 2
-        said = capsys.readouterr().err
-        assert re.search(message, said) and said.count("\n") == 1
-    with pytest.raises(RunError, match="at least one"):
-        write_results(tmp_path / "out.md", [])
-    with pytest.raises(RunError, match="given twice"):
-        write_results(tmp_path / "out.md", [*seeds, RunFolder(seeds[0].path / "." / ".." / "s7")])
-    assert main([out, run]) == 0
-    assert capsys.readouterr().out.split() == [out, str(tmp_path / "out.svg")]
+        with pytest.raises(RunError, match=message):
+            write_results(path, folders)
+    assert not out.exists()
+
+
+def test_the_command_names_its_files(seeds: list[RunFolder], tmp_path: Path) -> None:
+    out = tmp_path / "out.md"
+    words = ["lab", "seeds", str(out), str(seeds[0].path)]
+    assert CliRunner().invoke(app, words).stdout.split() == [str(out), str(tmp_path / "out.svg")]
+    found = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)
+    assert found == {"section": str(out), "chart": str(tmp_path / "out.svg")}

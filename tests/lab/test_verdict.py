@@ -13,7 +13,6 @@ from underpar.lab.verdict import (
     Block,
     Judgement,
     Series,
-    correct_for_variants,
     judge,
     quad_effect,
     reason_to_drop,
@@ -180,23 +179,6 @@ def test_too_few_quads_left_is_refused() -> None:
 
 def test_blocks_without_readings_are_never_dropped() -> None:
     assert judge(make_blocks(noise(0.003, 0), noise(0.003, 1))).dropped == ()
-
-
-def test_many_variants_are_corrected_by_holm() -> None:
-    alone = judged(0.0021)
-    assert alone.measured is not None and alone.verdict == "slower"
-    assert 0.005 < alone.measured.p < 0.05
-    strong = judged(0.05)
-    refused = judge(make_blocks(noise(0.003, 0), noise(0.003, 1, mean=0.05)))
-    results = correct_for_variants(
-        [alone, strong, *[judged(0.0, seed) for seed in range(8)], refused]
-    )
-    assert results[0].verdict == "no difference shown"
-    assert results[0].p_holm == pytest.approx(10 * alone.measured.p)
-    assert results[1].verdict == "slower" and results[1].ratio == strong.ratio
-    assert results[-1].verdict == "refused" and results[-1].p_holm == 1
-    assert all("over 11 variants" in result.reason for result in results)
-    assert alone.p_holm is None
 
 
 def test_as_dict_is_plain_json() -> None:

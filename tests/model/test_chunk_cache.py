@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lever_stacks import CPU, MODEL, groups_of, randomized, stack_with
-from underpar.data.loader import pack_documents
+from underpar.data.batch import pack_documents
 from underpar.kernels.attention import attend
 from underpar.model.gpt import GPT
 from underpar.model.kv_cache import SPAN, ChunkCache, PackedCache

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from underpar.data.loader import segments_from_starts
+from underpar.data.batch import segments_from_starts
 from underpar.errors import RecipeError
 from underpar.model.gpt import GPT, angles_of, frequencies_of, make_plan, rotate
 from underpar.model.kv_cache import PackedCache
@@ -130,7 +130,7 @@ def test_a_plan_names_layers_repeats_sites_and_halves() -> None:
 class Capper(nn.Module):
     """A lever that takes a place for one."""
 
-    def cap(self, logits: Tensor) -> Tensor:
+    def cap(self, logits: Tensor, fused: bool) -> Tensor:
         """Leave them."""
         return logits
 

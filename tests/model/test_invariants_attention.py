@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from underpar.build.model import build_model
-from underpar.data.loader import Segments, segments_from_starts
+from underpar.data.batch import Segments, segments_from_starts
 from underpar.infer.predictor import Predictor
 from underpar.model.gpt import GPT, angles_of, rotate
 from underpar.model.kv_cache import PackedCache

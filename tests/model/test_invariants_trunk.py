@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from underpar.build.levers import plug_levers
 from underpar.build.model import build_model
-from underpar.data.loader import Batch, segments_from_starts
+from underpar.data.batch import Batch, segments_from_starts
 from underpar.infer.predictor import Predictor
 from underpar.model.gpt import GPT
 from underpar.model.kv_cache import PackedCache

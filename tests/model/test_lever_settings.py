@@ -73,7 +73,7 @@ def test_shapes_are_those_of_the_model_and_load_no_compiler() -> None:
     recipe = load_recipe("pr2014+cpu", ["levers.bigram=true", "levers.gated_attn=true"])
     weights = build_model(recipe).state_dict()
     assert weight_shapes(recipe) == {name: tuple(t.shape) for name, t in weights.items()}
-    words = "import sys; from underpar.build import weight_shapes; "
+    words = "import sys; from underpar.build.model import weight_shapes; "
     words += "from underpar.recipe import load_recipe; weight_shapes(load_recipe('h200-300s')); "
     words += "print('torch._dynamo' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, check=True)

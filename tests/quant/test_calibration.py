@@ -15,8 +15,9 @@ from torch import Tensor
 from underpar.build.levers import resolve_levers
 from underpar.build.model import build_model
 from underpar.core.runtime import Runtime
+from underpar.data.batch import Batch
 from underpar.data.folder import DataFolder, load_data
-from underpar.data.loader import Batch, Loader, MicroBatch
+from underpar.data.loader import Loader, MicroBatch
 from underpar.errors import ArtifactError, RecipeError, RuleError
 from underpar.infer.predictor import Predictor
 from underpar.model.gpt import GPT

@@ -17,8 +17,8 @@ from underpar.build.levers import resolve_levers
 from underpar.build.model import build_model
 from underpar.core.runtime import Runtime
 from underpar.core.tensor_files import read_tensors
+from underpar.data.batch import Batch
 from underpar.data.folder import DataFolder, load_data
-from underpar.data.loader import Batch
 from underpar.errors import ArtifactError, RuleError
 from underpar.model.gpt import GPT
 from underpar.model.kv_cache import PackedCache
@@ -113,7 +113,8 @@ def test_the_last_projection(model: GPT, text: TrainingText, runtime: Runtime) -
     with torch.no_grad():
         stream = model.embed(batch.inputs, PackedCache(batch.segments))
         for visit in model.plan:
-            model.visit(visit, stream)
+            model.before_block(visit, stream)
+            model.run_block(visit, stream)
     hook.remove()
 
     def logits_of(y: Tensor, rest: Tensor) -> Tensor:

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from trellis_paths import is_legal, nearest_path
 from underpar.errors import ArtifactError, RecipeError
-from underpar.quant import gptq, trellis
+from underpar.quant import gptq
 from underpar.quant.gptq import (
     Inverse,
     Options,
@@ -140,7 +141,7 @@ def test_a_white_hessian_gives_the_plain_trellis() -> None:
     weight = draw(50, 300, dtype=torch.float64)
     hessian = 2.5 * torch.eye(300, dtype=torch.float64)
     found = solve(weight, hessian, torch.full((1, 1), 0.2), Options(num_states=8))
-    expected = trellis.quantize(weight / torch.tensor(0.2).double(), 8)
+    expected = nearest_path(weight / torch.tensor(0.2).double(), 8)
     assert torch.equal(found.codes, expected)
 
 
@@ -242,7 +243,7 @@ def test_integers_stay_within_their_limit(num_states: int, limit: int) -> None:
     codes = solve(weight, hessian, torch.full((1, 1), STEP), options).codes
     assert codes.dtype == torch.int16
     assert codes.abs().max() <= limit
-    assert trellis.is_legal(codes.numpy(), num_states)
+    assert is_legal(codes.numpy(), num_states)
 
 
 def test_columns_may_have_limits_of_their_own() -> None:

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from underpar.artifact import rans
+from underpar.artifact.array_encoder import encode
+from underpar.artifact.frequencies import normalize_counts
 from underpar.errors import RecipeError
 from underpar.quant.allocate import Sensitivity
 from underpar.quant.calibration import Calibration
@@ -25,7 +26,7 @@ from underpar.quant.lqer import (
     round_factor,
     stored_bytes,
 )
-from underpar.quant.rounding import quantize
+from underpar.quant.rounding import round_tensor
 from underpar.quant.schemes import QuantizedModel, QuantizedTensor, dequantize, parse_scheme
 
 CPU = torch.device("cpu")
@@ -54,7 +55,7 @@ def norm_of(rows: int, cols: int, seed: int = 0) -> Norm:
 
 def case_of(weights: Weights) -> tuple[QuantizedModel, Weights, Calibration]:
     """Rounded matrices, what they were, and a calibration of both."""
-    tensors = {name: quantize(w, parse_scheme("int4:6")) for name, w in weights.items()}
+    tensors = {name: round_tensor(w, parse_scheme("int4:6")) for name, w in weights.items()}
     cols = {name: w.shape[1] for name, w in weights.items()}
     hessians = {name: hessian_of(cols[name], seed).float() for seed, name in enumerate(cols)}
     return tensors, weights, Calibration(hessians, dict.fromkeys(weights, 1), 1)
@@ -80,7 +81,9 @@ def corrected(tensors: QuantizedModel) -> set[str]:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_all_of_the_rank_gives_the_weight_back(shape: tuple[int, int]) -> None:
     weight, norm = draw(*shape), norm_of(*shape)
-    rounded = torch.from_numpy(dequantize(quantize(weight.float().numpy(), parse_scheme("int4"))))
+    rounded = torch.from_numpy(
+        dequantize(round_tensor(weight.float().numpy(), parse_scheme("int4")))
+    )
     error = weight - rounded.double()
     left, basis = factorize(norm.whiten(error), norm.rows, rank=min(shape))
     torch.testing.assert_close(rounded + left @ (basis @ norm.inverse), weight, rtol=0, atol=1e-6)
@@ -216,7 +219,7 @@ def test_the_best_few_by_loss_a_byte_are_corrected() -> None:
 
 def test_white_errors_are_left_to_finer_steps() -> None:
     weights = weights_of(a=(128, 128))
-    tensors = {"a": quantize(weights["a"], parse_scheme("int4:6"))}
+    tensors = {"a": round_tensor(weights["a"], parse_scheme("int4:6"))}
     calibration = Calibration({"a": torch.eye(128)}, {"a": 1}, 1)
     assert not corrected(correct(tensors, weights, calibration, None, WEIGHTED, CPU))
 
@@ -246,8 +249,8 @@ def test_what_meets_no_input_is_not_chased() -> None:
 def test_only_calibrated_matrices_of_rows_are_corrected() -> None:
     weights = weights_of(a=(64, 64), b=(64, 64), c=(64, 64), d=(64, 64))
     tensors, _, calibration = case_of(weights)
-    tensors["a"] = quantize(weights["a"], parse_scheme("fp16"))
-    tensors["b"] = quantize(weights["b"], parse_scheme("ternary:16"))
+    tensors["a"] = round_tensor(weights["a"], parse_scheme("fp16"))
+    tensors["b"] = round_tensor(weights["b"], parse_scheme("ternary:16"))
     del calibration.hessians["c"]  # type: ignore[attr-defined]
     assert corrected(correct(tensors, weights, calibration, None, WEIGHTED, CPU)) == {"d"}
 
@@ -257,8 +260,8 @@ def test_bytes_are_those_of_a_coder() -> None:
     expected = 0
     for factor in (correction.left, correction.right):
         symbols = factor.codes.reshape(-1).astype(np.int64) - int(factor.codes.min())
-        freqs = rans.quantize_counts(np.bincount(symbols))
-        expected += len(rans.encode(symbols, freqs)) + 2 * len(freqs) + len(factor.steps)
+        freqs = normalize_counts(np.bincount(symbols))
+        expected += len(encode(symbols, freqs)) + 2 * len(freqs) + len(factor.steps)
     assert stored_bytes(correction) == pytest.approx(expected, rel=0.03)
 
 

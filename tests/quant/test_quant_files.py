@@ -18,7 +18,7 @@ from underpar.quant.files import (
 )
 from underpar.quant.fisher import Fisher
 from underpar.quant.lowrank import Factor, LowRank
-from underpar.quant.rounding import quantize
+from underpar.quant.rounding import round_tensor
 from underpar.quant.schemes import QuantizedTensor, dequantize, parse_scheme
 
 
@@ -47,8 +47,8 @@ def test_rounded_models(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     weight = rng.standard_normal((6, 8)).astype(np.float32)
     schemes = ["fp16", "int6:12.85", "clip4", "ternary:4"]
-    model = {text: quantize(weight, parse_scheme(text)) for text in schemes}
-    model["vector"] = quantize(weight[0], parse_scheme("fp16"))
+    model = {text: round_tensor(weight, parse_scheme(text)) for text in schemes}
+    model["vector"] = round_tensor(weight[0], parse_scheme("fp16"))
     factors = (
         Factor(rng.integers(-2, 2, (6, 2)).astype(np.int8), np.array([-9], np.int16), 12),
         Factor(rng.integers(-8, 8, (2, 8)).astype(np.int8), np.arange(4, dtype=np.int16), 4),

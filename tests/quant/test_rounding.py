@@ -9,7 +9,7 @@ from hypothesis.extra import numpy as hnp
 
 from underpar.errors import ArtifactError, RecipeError
 from underpar.quant.clip_search import search_steps
-from underpar.quant.rounding import as_rows, quantize
+from underpar.quant.rounding import as_rows, round_tensor
 from underpar.quant.schemes import Scheme, dequantize, parse_scheme
 
 WEIGHTS = hnp.arrays(
@@ -26,11 +26,11 @@ SCHEMES = st.sampled_from(
 @given(WEIGHTS, SCHEMES)
 def test_dequantizing_is_finite_and_repeats(weight: np.ndarray, text: str) -> None:
     scheme = parse_scheme(text)
-    tensor = quantize(weight, scheme)
+    tensor = round_tensor(weight, scheme)
     restored = dequantize(tensor)
     assert restored.shape == weight.shape and restored.dtype == np.float32
     assert np.isfinite(restored).all()
-    assert dequantize(quantize(weight, scheme)).tobytes() == restored.tobytes()
+    assert dequantize(round_tensor(weight, scheme)).tobytes() == restored.tobytes()
     assert tensor.steps.dtype == np.float16
     if tensor.codes is not None:
         assert (tensor.steps > 0).all()
@@ -42,7 +42,7 @@ def test_dequantizing_is_finite_and_repeats(weight: np.ndarray, text: str) -> No
 @pytest.mark.parametrize("text", ["int8", "int6:12.85", "clip6", "ternary:5"])
 def test_zero_and_constant_rows(text: str) -> None:
     weight = np.array([[0.0] * 5, [1.0] * 5], dtype=np.float32)
-    tensor = quantize(weight, parse_scheme(text))
+    tensor = round_tensor(weight, parse_scheme(text))
     restored = dequantize(tensor)
     assert (restored[0] == 0).all() and np.isfinite(restored).all()
     assert (tensor.steps > 0).all()
@@ -53,7 +53,7 @@ def test_zero_and_constant_rows(text: str) -> None:
 
 def test_the_largest_value_survives_without_sigmas() -> None:
     weight = np.random.default_rng(0).standard_normal((6, 50)).astype(np.float32)
-    error = np.abs(dequantize(quantize(weight, Scheme(8))) - weight).max(axis=1)
+    error = np.abs(dequantize(round_tensor(weight, Scheme(8))) - weight).max(axis=1)
     assert (error <= np.abs(weight).max(axis=1) / 127 * 0.51).all()
 
 
@@ -62,13 +62,13 @@ def test_the_largest_value_survives_without_sigmas() -> None:
 def test_a_power_of_two_leaves_the_codes(power: int, text: str) -> None:
     weight = np.random.default_rng(1).standard_normal((4, 64)).astype(np.float32)
     scheme = parse_scheme(text)
-    ours, scaled = quantize(weight, scheme), quantize(weight * 2.0**power, scheme)
+    ours, scaled = round_tensor(weight, scheme), round_tensor(weight * 2.0**power, scheme)
     np.testing.assert_array_equal(ours.codes, scaled.codes)
 
 
 def test_entropy_and_error_of_gaussian_rows() -> None:
     weight = np.random.default_rng(2).standard_normal((256, 4096)).astype(np.float32)
-    tensor = quantize(weight, parse_scheme("int6:12.85"))
+    tensor = round_tensor(weight, parse_scheme("int6:12.85"))
     assert tensor.codes is not None
     share = np.bincount(tensor.codes.reshape(-1).astype(int) + 31) / tensor.codes.size
     share = share[share > 0]
@@ -80,12 +80,12 @@ def test_entropy_and_error_of_gaussian_rows() -> None:
 def test_clipping_takes_the_steps_of_the_search() -> None:
     weight = np.random.default_rng(3).standard_normal((6, 800)).astype(np.float32)
     weight[2, 5] = 30.0
-    tensor = quantize(weight, parse_scheme("clip4"))
+    tensor = round_tensor(weight, parse_scheme("clip4"))
     expected = search_steps(torch.from_numpy(weight), 7).numpy()[:, 0].astype(np.float16)
     assert tensor.steps.tobytes() == expected.tobytes()
     # An outlier is clipped: its row is closer than with a step from its largest value.
     errors = [
-        ((dequantize(t) - weight)[2] ** 2).sum() for t in (tensor, quantize(weight, Scheme(4)))
+        ((dequantize(t) - weight)[2] ** 2).sum() for t in (tensor, round_tensor(weight, Scheme(4)))
     ]
     assert errors[0] < errors[1]
 
@@ -93,7 +93,7 @@ def test_clipping_takes_the_steps_of_the_search() -> None:
 def test_ternary_runs_have_a_step_each() -> None:
     weight = np.random.default_rng(4).standard_normal((3, 12)).astype(np.float32)
     weight[1] *= 100
-    tensor = quantize(weight, parse_scheme("ternary:4"))
+    tensor = round_tensor(weight, parse_scheme("ternary:4"))
     assert tensor.codes is not None and tensor.codes.shape == (9, 4)
     assert set(tensor.codes.flat) == {-1, 0, 1}
     runs = weight.reshape(9, 4)
@@ -107,9 +107,9 @@ def test_ternary_runs_have_a_step_each() -> None:
 def test_runs_must_fill_rows(shape: tuple[int, ...]) -> None:
     weight = np.ones(shape, dtype=np.float32)
     with pytest.raises(RecipeError, match=r"ternary:4.*not whole runs of 4.*divisor"):
-        quantize(weight, parse_scheme("ternary:4"))
+        round_tensor(weight, parse_scheme("ternary:4"))
     group = 3 if shape else 1
-    assert dequantize(quantize(weight, parse_scheme(f"ternary:{group}"))).shape == shape
+    assert dequantize(round_tensor(weight, parse_scheme(f"ternary:{group}"))).shape == shape
 
 
 @pytest.mark.parametrize(
@@ -124,9 +124,9 @@ def test_any_tensor_has_rows(shape: tuple[int, ...], group: int, rows: tuple[int
 @pytest.mark.parametrize("text", ["fp16", "int6", "clip6", "ternary:2"])
 def test_a_diverged_run_cannot_be_packed(bad: float, text: str) -> None:
     with pytest.raises(ArtifactError, match="NaN or infinite"):
-        quantize(np.array([[1.0, bad]], dtype=np.float32), parse_scheme(text))
+        round_tensor(np.array([[1.0, bad]], dtype=np.float32), parse_scheme(text))
 
 
 def test_halves_that_overflow_are_refused() -> None:
     with pytest.raises(ArtifactError, match="too large for fp16"):
-        quantize(np.array([1e6], dtype=np.float32), Scheme())
+        round_tensor(np.array([1e6], dtype=np.float32), Scheme())

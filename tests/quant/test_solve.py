@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from trellis_paths import is_legal
 from underpar.errors import ArtifactError, RecipeError
-from underpar.quant import gptq, solve, trellis
+from underpar.quant import gptq, solve
 from underpar.quant.allocate import Sensitivity
 from underpar.quant.calibration import Calibration
-from underpar.quant.rounding import quantize
+from underpar.quant.rounding import round_tensor
 from underpar.quant.rules import quantize_model
 from underpar.quant.schemes import QuantizedTensor, dequantize, parse_scheme, steps_of
 from underpar.quant.solve import Solver
@@ -79,14 +80,14 @@ def test_grids_have_steps_by_what_errors_cost(
     assert tensor.steps[0] - tensor.steps[-1] == 32
     assert (tensor.columns is None) == ("columns" not in scheme)
     if tensor.scheme.states > 1:
-        assert trellis.is_legal(tensor.codes, tensor.scheme.states)
+        assert is_legal(tensor.codes, tensor.scheme.states)
     assert np.abs(dequantize(tensor) - weight).max() < 4
 
 
 def test_feedback_costs_less_on_the_inputs_in_the_form_of_rounding(
     weight: np.ndarray, solver: Solver, inputs: torch.Tensor
 ) -> None:
-    rounded = quantize(weight, parse_scheme("int6:12.85"))
+    rounded = round_tensor(weight, parse_scheme("int6:12.85"))
     solved = solve_one(solver, weight, "gptq6:12.85")
     assert solved.steps.tobytes() == rounded.steps.tobytes()
     assert solved.codes is not None and solved.codes.dtype == np.int8

@@ -8,16 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trellis_paths import is_legal, nearest_path, parities
 from underpar.errors import RecipeError
-from underpar.quant.trellis import (
-    PARITY_CHECKS,
-    Viterbi,
-    is_legal,
-    next_state,
-    parities,
-    previous_state,
-    quantize,
-)
+from underpar.quant.trellis import PARITY_CHECKS, next_state
+from underpar.quant.viterbi import Viterbi, previous_state
 
 SIZES = sorted(PARITY_CHECKS)
 
@@ -87,7 +81,7 @@ def test_a_search_needs_states_and_integers(num_states: int, limit: int) -> None
 def test_halves_decode_to_the_integers(num_states: int, seed: int, num_cols: int) -> None:
     rng = np.random.default_rng(seed)
     samples = torch.from_numpy(rng.normal(0, 4, (3, num_cols)))
-    codes = quantize(samples, num_states).numpy()
+    codes = nearest_path(samples, num_states).numpy()
     assert is_legal(codes, num_states)
     halves = codes >> 1
     assert np.array_equal(2 * halves + parities(halves, num_states), codes)
@@ -100,7 +94,7 @@ def test_the_search_finds_the_best_of_all_paths(num_states: int) -> None:
     num_cols = 6
     samples = torch.randn(20, num_cols, generator=torch.Generator().manual_seed(num_states))
     samples = samples.double() * 1.2
-    found = quantize(samples, num_states)
+    found = nearest_path(samples, num_states)
     # Every path near the samples: n = 2 half + parity with halves of -3 ... 2.
     halves = np.array(list(itertools.product(range(-3, 3), repeat=num_cols)))
     paths = torch.from_numpy(2 * halves + parities(halves, num_states)).double()
@@ -111,7 +105,7 @@ def test_the_search_finds_the_best_of_all_paths(num_states: int) -> None:
 
 def test_one_state_rounds() -> None:
     samples = torch.randn(30, 40, generator=torch.Generator().manual_seed(0)) * 5
-    codes = quantize(samples, 1)
+    codes = nearest_path(samples, 1)
     assert codes.dtype == torch.int16
     assert torch.equal(codes, samples.round().to(torch.int16))
     assert is_legal(codes.numpy(), 1)
@@ -124,7 +118,7 @@ def test_saving_at_equal_error(num_states: int, saved_bits: float) -> None:
     samples = torch.randn(512, 512, generator=torch.Generator().manual_seed(1))
     # Half of the 12.85-sigma step of 31 levels: the rate of that rounding, 3.33 bits.
     step = 12.85 / 31 / 2
-    codes = quantize(samples / step, num_states)
+    codes = nearest_path(samples / step, num_states)
     rate = trellis_rate_bits(codes.numpy())
     assert 3.28 < rate < 3.36
     mse = (codes * step - samples).square().mean().item()

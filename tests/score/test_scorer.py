@@ -23,8 +23,8 @@ from underpar.build.artifact import read_artifact
 from underpar.build.levers import plug_levers
 from underpar.build.model import build_predictor
 from underpar.core.runtime import Clock, Runtime
+from underpar.data.batch import Batch, segments_from_starts
 from underpar.data.folder import load_data
-from underpar.data.loader import Batch, segments_from_starts
 from underpar.data.shards import Shard
 from underpar.errors import ArtifactError, RuleError
 from underpar.infer.experts import Proposals

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from underpar.data.loader import pack_documents
+from underpar.data.batch import pack_documents
 from underpar.errors import RecipeError
 from underpar.score.windows import (
     STREAM,

@@ -21,11 +21,11 @@ from underpar.quant.files import read_quantized
 from underpar.quant.schemes import dequantize
 from underpar.recipe import Recipe, from_tree, merge, to_tree
 from underpar.schema import QuantPart
-from underpar.stages.calibrate import calibrate
+from underpar.stages.calibrate import calibrate_run
 from underpar.stages.data import build_options
 from underpar.stages.pack import pack_run, unpack_artifact
 from underpar.stages.score import score_artifact
-from underpar.stages.train import train_run
+from underpar.stages.train import train
 
 GRIDS = ("embedding.weight grid1", "blocks.*.weight grid1+columns", "*.weight int6:12", "* fp16")
 # Of a run that takes 299 kB with its own rules, 63 kB of them code.
@@ -44,7 +44,7 @@ def calibrated(
     path = tmp_path_factory.mktemp("calibrated") / "run"
     shutil.copytree(tiny_run.folder.path, path)
     folder = RunFolder(path)
-    calibrate(folder, load_data(tiny_run.data), runtime)
+    calibrate_run(folder, load_data(tiny_run.data), runtime)
     return folder
 
 
@@ -132,18 +132,18 @@ def test_calibration_repeats_and_may_write_its_own_text(
 ) -> None:
     data = load_data(tiny_run.data)
     first = folder.calibration_file.read_bytes()
-    again = calibrate(folder, data, runtime)
+    again = calibrate_run(folder, data, runtime)
     assert again.about["text"] == "train" and again.about["tokens"] == 4 * 2048
     tensors = read_tensors(folder.calibration_file)[0]
     for name, tensor in read_tensors(_written(folder.path / "first", first))[0].items():
         assert torch.equal(tensor, tensors[name]), name
-    own = calibrate(folder, data, runtime, "self")
+    own = calibrate_run(folder, data, runtime, "self")
     assert own.about["text"] == "self"
     assert not torch.equal(
         own.calibration.hessians["embedding.weight"], again.calibration.hessians["embedding.weight"]
     )
     with pytest.raises(RecipeError, match="'val'"):
-        calibrate(folder, data, runtime, "val")
+        calibrate_run(folder, data, runtime, "val")
 
 
 def _written(path: Path, data: bytes) -> Path:
@@ -157,16 +157,16 @@ def test_training_calibrates_where_rules_ask(
     tree = {"quant": {"rules": list(GRIDS)}, "train": {"budget_steps": 3}}
     recipe = from_tree(merge(to_tree(tiny_run.recipe), tree))
     folder = RunFolder(tmp_path)
-    assert train_run(recipe, tiny_run.data, folder, runtime)
+    assert train(recipe, tiny_run.data, folder, runtime)["finished"]
     assert folder.calibration_file.exists()
     assert pack_run(folder, CAP).total_bytes <= CAP
     plain = RunFolder(tmp_path / "plain")
-    assert train_run(
+    assert train(
         from_tree(merge(to_tree(tiny_run.recipe), {"train": {"budget_steps": 3}})),
         tiny_run.data,
         plain,
         runtime,
-    )
+    )["finished"]
     assert not plain.calibration_file.exists()
 
 
@@ -207,7 +207,7 @@ def test_other_data_never_calibrate_a_run(
     build_data([corpus_file], tmp_path / "other", options)
     before = folder.calibration_file.read_bytes()
     with pytest.raises(RunError, match="name the folder that it was trained on"):
-        calibrate(folder, load_data(tmp_path / "other"), runtime)
+        calibrate_run(folder, load_data(tmp_path / "other"), runtime)
     assert folder.calibration_file.read_bytes() == before
 
 

@@ -62,7 +62,8 @@ def test_the_closure_holds_the_scoring_path_and_no_more() -> None:
     closure = module_closure(["underpar.submit.entry"])
     assert {"underpar", "underpar.score.scorer", "underpar.model.gpt", "underpar.build"} <= closure
     parts = {name.split(".")[1] for name in closure if "." in name}
-    assert not parts & {"cli", "lab", "report", "audit", "pipeline", "api", "console", "codec"}
+    assert not parts & {"cli", "lab", "report", "audit", "stages", "api", "codec", "train"}
+    assert "underpar.core.console" not in closure
     assert not any(name.startswith("underpar.levers.") for name in closure)
 
 
@@ -78,9 +79,9 @@ def test_a_bundle_carries_the_levers_of_its_recipe() -> None:
 @example(b"\x007\\0'\r\n\x1a\x0c\x00")
 def test_any_bytes_can_be_a_literal(data: bytes) -> None:
     script = f"#coding:latin-1\nvalue = '{as_literal(data)}'.encode('latin-1')".encode("latin-1")
-    found: dict[str, bytes] = {}
-    exec(compile(script, "literal.py", "exec"), found)
-    assert found["value"] == data
+    names: dict[str, bytes] = {}
+    exec(compile(script, "literal.py", "exec"), names)
+    assert names["value"] == data
 
 
 @pytest.mark.parametrize("adapt", [[], ["adapt"]], ids=["plain", "adapt"])
@@ -105,6 +106,6 @@ def test_the_bundle_scores_from_an_empty_folder(
     method = "adapt" if adapt else "plain"
     stored = json.loads(tiny_run.folder.score_file(method).read_text())
     assert ours["bits"] == pytest.approx(stored["bits"], rel=1e-6)
-    loaded = [line for line in result.stderr.splitlines() if "underpar/score/score.py" in line]
+    loaded = [line for line in result.stderr.splitlines() if "underpar/score/scorer.py" in line]
     assert loaded
     assert not any("src/underpar" in line for line in loaded), "the installed copy ran"

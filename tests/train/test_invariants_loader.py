@@ -14,7 +14,8 @@ import torch
 
 from underpar.build.model import build_model
 from underpar.core.runtime import Runtime, seed_everything
-from underpar.data.loader import Batch, Loader, MicroBatch, make_step
+from underpar.data.batch import Batch
+from underpar.data.loader import Loader, MicroBatch, make_step
 from underpar.data.made_up import made_up_batch
 from underpar.data.shards import Shard
 from underpar.recipe import load_recipe

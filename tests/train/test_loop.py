@@ -23,7 +23,7 @@ from underpar.data.folder import load_data
 from underpar.errors import RecipeError, RunError
 from underpar.model.gpt import GPT
 from underpar.recipe import Recipe, load_recipe, to_toml
-from underpar.stages.train import make_trainer, train, train_run
+from underpar.stages.train import make_trainer, train
 from underpar.train.feed import Feed
 from underpar.train.guard import read_batches
 from underpar.train.loop import Trainer
@@ -44,7 +44,7 @@ def losses(folder: RunFolder) -> list[float]:
 def whole(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory, runtime: Runtime) -> RunFolder:
     """An uninterrupted run."""
     folder = RunFolder(tmp_path_factory.mktemp("whole"))
-    assert train_run(load_recipe("baseline+cpu", OVERRIDES), tiny_data, folder, runtime)
+    assert train(load_recipe("baseline+cpu", OVERRIDES), tiny_data, folder, runtime)["finished"]
     return folder
 
 
@@ -106,7 +106,7 @@ def test_a_finished_run_is_not_trained_again(
     whole: RunFolder, tiny_data: Path, runtime: Runtime
 ) -> None:
     before = whole.metrics_file.read_text()
-    assert train_run(load_recipe("baseline+cpu", OVERRIDES), tiny_data, whole, runtime)
+    assert train(load_recipe("baseline+cpu", OVERRIDES), tiny_data, whole, runtime)["finished"]
     assert whole.metrics_file.read_text() == before
 
 
@@ -114,7 +114,7 @@ def test_another_recipe_is_refused_in_the_same_folder(
     whole: RunFolder, tiny_data: Path, runtime: Runtime
 ) -> None:
     with pytest.raises(RunError, match="choose another --out"):
-        train_run(load_recipe("baseline+cpu"), tiny_data, whole, runtime)
+        train(load_recipe("baseline+cpu"), tiny_data, whole, runtime)
 
 
 def test_other_data_are_refused_and_leave_the_folder_alone(
@@ -124,14 +124,14 @@ def test_other_data_are_refused_and_leave_the_folder_alone(
     before = {p.name: p.read_bytes() for p in whole.path.iterdir()}
     with pytest.raises(RunError, match="data_identity"):
         recipe = load_recipe("baseline+cpu", OVERRIDES)
-        train_run(recipe, tmp_path / "other", whole, runtime)
+        train(recipe, tmp_path / "other", whole, runtime)
     assert {p.name: p.read_bytes() for p in whole.path.iterdir()} == before
 
 
 def test_a_wrong_vocabulary_is_refused(tiny_data: Path, tmp_path: Path, runtime: Runtime) -> None:
     recipe = load_recipe("baseline+cpu", ["model.vocab_size=600"])
     with pytest.raises(RecipeError, match=r"600.*512"):
-        train_run(recipe, tiny_data, RunFolder(tmp_path), runtime)
+        train(recipe, tiny_data, RunFolder(tmp_path), runtime)
 
 
 def test_ranks_must_share_the_batch(tiny_data: Path, tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_a_time_budget_ends_within_a_step(
     seconds = ["train.budget_steps=0", "train.budget_seconds=0.5", "model.num_layers=2"]
     recipe = load_recipe("baseline+cpu", seconds)
     folder = RunFolder(tmp_path)
-    assert train_run(recipe, tiny_data, folder, runtime)
+    assert train(recipe, tiny_data, folder, runtime)["finished"]
     lines = list(folder.metrics())
     assert lines[-1]["seconds"] >= 0.5
     assert all(m["seconds"] < 0.5 for m in lines[:-1])
@@ -190,7 +190,7 @@ def test_a_budget_of_operations_ends_a_run(
     sets = ["model.num_layers=1", "train.budget_steps=0", "train.budget_flops=2e9"]
     recipe = load_recipe("baseline+cpu", sets)
     folder = RunFolder(tmp_path)
-    assert train_run(recipe, tiny_data, folder, runtime)
+    assert train(recipe, tiny_data, folder, runtime)["finished"]
     flops = [m["flops"] for m in folder.metrics()]
     assert flops[-1] >= 2e9 > flops[-2]
     assert flops[1] == pytest.approx(2 * flops[0])
@@ -226,7 +226,7 @@ def test_a_summary_says_what_the_weights_are_worth(
 ) -> None:
     sets = ["train.budget_steps=3", "model.num_layers=1"]
     recipe, folder = resolve_levers(load_recipe("baseline+cpu", sets)), RunFolder(tmp_path)
-    summary = train(recipe, tiny_data, folder, runtime, quiet=True)
+    summary = train(recipe, tiny_data, folder, runtime)
     found = json.loads(folder.validation_file.read_text())
     assert summary["live_bpb"] == found["live_bpb"] > 0
     # Nothing is averaged here.

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from underpar.stages.train import Watch
+from underpar.stages.train import ProgressLine
 from underpar.train.loss_forecast import Forecast
 
 # Seconds and losses of PR 2014 (three seeds), which trained for 596 s.
@@ -133,7 +133,7 @@ def test_averaged_weights_are_forecast_where_a_run_has_them() -> None:
 
 def test_a_watcher_reads_the_forecast_and_the_last_validation() -> None:
     line = {"step": 1200, "progress": 0.5, "loss": 2.5, "tokens": 1000, "seconds": 2.0}
-    watch = Watch(None, [line | {"val_bpb": 1.3, "average_val_bpb": 1.2}])
+    watch = ProgressLine([line | {"val_bpb": 1.3, "average_val_bpb": 1.2}])
     ahead = {"forecast_train_bpb": 1.0625}
     words = watch.add(line | {"tokens_per_second": 1500.0, "mfu": 0.5} | ahead)
     assert words == (
@@ -145,4 +145,4 @@ def test_a_watcher_reads_the_forecast_and_the_last_validation() -> None:
     assert ", forecast at 1.1250 BPB, held-out" in words and "training text" not in words
     assert watch.add(line | {"val_bpb": 1.25}).endswith("500 tokens/s, held-out 1.2500 BPB")
     assert watch.add(line).endswith(", held-out 1.2500 BPB")
-    assert Watch(None).add(line) == "step 1,200, loss 2.500, 500 tokens/s"
+    assert ProgressLine().add(line) == "step 1,200, loss 2.500, 500 tokens/s"

@@ -6,7 +6,7 @@ import torch
 
 from underpar.build.model import build_model
 from underpar.core.runtime import Clock
-from underpar.data.loader import segments_from_starts
+from underpar.data.batch import segments_from_starts
 from underpar.lab.flops import count_flops
 from underpar.model.gpt import GPT
 from underpar.model.kv_cache import PackedCache

@@ -11,18 +11,20 @@ from torch import Tensor, nn
 from underpar.build.levers import lever_settings, plug_levers
 from underpar.build.model import build_model
 from underpar.core.runtime import Runtime
-from underpar.data.loader import Batch, MicroBatch, micros_of_rank
+from underpar.data.batch import Batch
+from underpar.data.loader import MicroBatch, micros_of_rank
 from underpar.data.made_up import made_up_batch
 from underpar.errors import RecipeError
-from underpar.levers.qat_lite import BITS, SIGMAS, QatLite, Settings, plug
+from underpar.levers.qat_lite import BITS, SIGMAS, Lever, Settings
 from underpar.levers.ste import round_rows
 from underpar.model.gpt import GPT
-from underpar.quant.rounding import quantize
+from underpar.model.network import EAGER
+from underpar.quant.rounding import round_tensor
 from underpar.quant.schemes import dequantize, parse_scheme
 from underpar.recipe import load_recipe
 from underpar.schema import ModelSpec
 from underpar.train import step as step_module
-from underpar.train.step import accumulate, mean_loss, sum_penalties
+from underpar.train.step import accumulate, sum_penalties
 
 CPU = torch.device("cpu")
 DRAWN = [f"blocks.{layer}.attn.{part}.weight" for layer in (7, 8, 9, 10) for part in "qk"]
@@ -35,8 +37,8 @@ def model() -> GPT:
     return build_model(recipe)
 
 
-def lever_of(model: GPT, **values: Any) -> QatLite:
-    return plug(Settings(**values), model.spec)
+def lever_of(model: GPT, **values: Any) -> Lever:
+    return Lever(Settings(**values), model.spec)
 
 
 def by_hand(weight: Tensor) -> np.ndarray:
@@ -61,7 +63,7 @@ def test_rounding_is_that_of_the_packer() -> None:
     weight = torch.randn(8, 1000, generator=torch.Generator().manual_seed(0))
     weight[0, 0] = 1000.0
     ours = round_rows(weight, BITS, SIGMAS).numpy()
-    packed = dequantize(quantize(weight.numpy(), parse_scheme("int6:12.85")))
+    packed = dequantize(round_tensor(weight.numpy(), parse_scheme("int6:12.85")))
     np.testing.assert_array_equal(ours, packed)
     assert ours[0, 0] == pytest.approx(12.85 * weight[0].numpy().std(ddof=1), rel=1e-3)
 
@@ -125,7 +127,7 @@ def test_as_published_it_is_far_too_small_to_act() -> None:
 )
 def test_bad_settings_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError, match=message) as caught:
-        plug(Settings(**values), ModelSpec())
+        Lever(Settings(**values), ModelSpec())
     assert "\n" not in str(caught.value)
 
 
@@ -166,7 +168,7 @@ def gradients_of(
 ) -> tuple[float, dict[str, Tensor]]:
     model.zero_grad()
     runtime = Runtime(CPU, rank, world)
-    loss = accumulate(model, batches_of(rank, world), 4, runtime, mean_loss, penalty)
+    loss = accumulate(model, batches_of(rank, world), 4, runtime, EAGER, penalty)
     grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     return float(loss), grads
 

@@ -30,12 +30,13 @@ from underpar.core.dist import (
 from underpar.core.run_folder import RunFolder
 from underpar.core.runtime import Runtime, open_runtime
 from underpar.core.tensor_files import read_tensors
+from underpar.data.batch import Batch
 from underpar.data.folder import load_data
-from underpar.data.loader import Batch, Loader
+from underpar.data.loader import Loader
 from underpar.errors import UnderparError
 from underpar.quant.files import read_measured
 from underpar.recipe import load_recipe
-from underpar.stages.train import make_trainer, train_run
+from underpar.stages.train import make_trainer, train
 from underpar.train.feed import Feed
 from underpar.train.step import step_of
 
@@ -83,7 +84,7 @@ def losses(folder: RunFolder) -> list[float]:
 def alone(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory, runtime: Runtime) -> RunFolder:
     """The run on one rank."""
     folder = RunFolder(tmp_path_factory.mktemp("ranks") / "one")
-    assert train_run(load_recipe("baseline+cpu", SETS), tiny_data, folder, runtime)
+    assert train(load_recipe("baseline+cpu", SETS), tiny_data, folder, runtime)["finished"]
     return folder
 
 

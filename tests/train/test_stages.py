@@ -11,12 +11,14 @@ from underpar.build.levers import resolve_levers
 from underpar.core.run_folder import RunFolder
 from underpar.core.runtime import Runtime
 from underpar.data.folder import load_data
-from underpar.data.loader import Batch, Loader, MicroBatch, make_step
+from underpar.data.loader import Loader, MicroBatch, make_step
+from underpar.model.network import Eager, Network
 from underpar.recipe import Recipe, TrainPart, load_recipe
-from underpar.stages.train import make_trainer, train_run
+from underpar.seams import KVCache, Stream
+from underpar.stages.train import make_trainer, train
 from underpar.train.feed import Feed
 from underpar.train.loop import Trainer
-from underpar.train.step import mean_loss, step_of
+from underpar.train.step import step_of
 from underpar.train.warmup import shapes_of, warm_up
 
 STAGES = 'train.stages=["16@0.3", "32@0.6", "64@1"]'
@@ -37,7 +39,7 @@ def test_a_run_goes_through_its_stages(
     recipe: Recipe, tiny_data: Path, tmp_path: Path, runtime: Runtime
 ) -> None:
     folder = RunFolder(tmp_path)
-    assert train_run(recipe, tiny_data, folder, runtime)
+    assert train(recipe, tiny_data, folder, runtime)["finished"]
     lines = list(folder.metrics())
     assert [m["context"] for m in lines] == [16] * 4 + [32] * 3 + [64] * 3
     plain = [max(min(1, (1 - m["progress"]) / 0.85), 0.1) for m in lines]
@@ -90,11 +92,12 @@ def test_16_the_warm_up_leaves_everything_as_it_was(
     random = torch.get_rng_state()
     seen: list[tuple[int, int]] = []
 
-    def loss_of(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        seen.append((len(trainer.model.plan), batch.segments.context))
-        return mean_loss(model, batch)
+    class Watched(Eager):
+        def embed(self, network: Network, tokens: torch.Tensor, cache: KVCache) -> Stream:
+            seen.append((len(network.plan), cache.context))
+            return super().embed(network, tokens, cache)
 
-    num = warm_up(trainer.model, trainer.loader, trainer.part, runtime, loss_of)
+    num = warm_up(trainer.model, trainer.loader, trainer.part, runtime, Watched())
     assert sorted(seen) == [(v, c) for v in (3, 5) for c in (16, 32, 64)]
     assert num == len(seen)
     assert all(torch.equal(t, weights[n]) for n, t in trainer.model.state_dict().items())

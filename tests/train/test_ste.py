@@ -20,20 +20,22 @@ from underpar.compile import regions as compiled
 from underpar.core.run_folder import RunFolder
 from underpar.core.runtime import Runtime
 from underpar.core.tensor_files import read_tensors
+from underpar.data.batch import Batch
 from underpar.data.folder import load_data
-from underpar.data.loader import Batch, MicroBatch
+from underpar.data.loader import MicroBatch
 from underpar.data.made_up import made_up_batch
 from underpar.errors import RecipeError
 from underpar.levers.ste import NEUTRAL, Settings, plug, round_rows
 from underpar.model.gpt import GPT
-from underpar.quant.rounding import quantize
+from underpar.model.network import EAGER, Eager
+from underpar.quant.rounding import round_tensor
 from underpar.quant.schemes import dequantize, parse_scheme
 from underpar.recipe import Recipe, load_recipe
 from underpar.schema import ModelSpec
 from underpar.stages.train import make_trainer
 from underpar.train import step as step_module
 from underpar.train.loop import Trainer
-from underpar.train.step import LossOf, accumulate, mean_loss
+from underpar.train.step import accumulate, mean_loss
 
 CPU = torch.device("cpu")
 ALWAYS = Settings(start=0.0)
@@ -69,7 +71,7 @@ def test_rounding_is_that_of_the_packer(scheme: str, shape: tuple[int, ...]) -> 
     weight[1] *= 1e-7
     wanted = parse_scheme(scheme)
     ours = round_rows(weight, wanted.bits, wanted.sigmas).numpy()
-    packed = dequantize(quantize(weight.numpy(), wanted))
+    packed = dequantize(round_tensor(weight.numpy(), wanted))
     # Deviations are summed in another order: a step may be the next half.
     assert np.isclose(ours, packed, rtol=2**-10, atol=0).mean() > 0.995
     # The largest value is the same however it is found, and so is all that follows.
@@ -315,22 +317,22 @@ def test_compiled_it_acts_without_another_graph(
     nn.init.normal_(model.get_parameter("blocks.0.attn.o.weight"), std=0.1)
     batch = batch_of([25, 60], 128)
 
-    def gradient(loss_of: LossOf, p: float) -> Tensor:
+    def gradient(run: Eager, p: float) -> Tensor:
         model.zero_grad()
         with lever.disguise(model.state_dict(), p):
-            loss_of(model, batch).backward()
+            mean_loss(model, batch, run).backward()
         grad = model.get_parameter("blocks.0.attn.q.weight").grad
         assert grad is not None
         return grad.clone()
 
-    loss_of = compiled.CompiledLoss()
-    before = gradient(loss_of, 0.0)
+    run = compiled.TracedRun()
+    before = gradient(run, 0.0)
     num_graphs = len(graphs)
-    after = gradient(loss_of, 0.6)
+    after = gradient(run, 0.6)
     torch._dynamo.reset()
     assert len(graphs) == num_graphs > 0
-    torch.testing.assert_close(before, gradient(mean_loss, 0.0), rtol=1e-3, atol=1e-6)
-    torch.testing.assert_close(after, gradient(mean_loss, 0.6), rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(before, gradient(EAGER, 0.0), rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(after, gradient(EAGER, 0.6), rtol=1e-3, atol=1e-6)
     assert not torch.allclose(before, after, rtol=0.01, atol=1e-6)
 
 

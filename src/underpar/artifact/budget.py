@@ -1,11 +1,11 @@
-"""Where the bytes go, by tensor and by class, code and tokenizer included; the cap, enforced."""
+"""Account for every byte, by tensor and by class, with code and tokenizer; and enforce the cap."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from underpar.artifact.table import Row
+from underpar.artifact.table import TensorEntry
 from underpar.artifact.unpack import LazyArtifact
 from underpar.errors import ArtifactError
 
@@ -47,14 +47,14 @@ def class_of(name: str) -> str:
 
 
 def read_budget(data: bytes, code_bytes: int, cap_bytes: int) -> Budget:
-    """Account for every byte of the packed file `data`, of the code and of a tokenizer apart."""
+    """Account for the bytes of a packed file, of the code and of a tokenizer outside the file."""
     file = LazyArtifact(data)
     rows = file.rows.values()
     header, tokenizer, halves, indices, _, corrections = file.section_bytes
     num_factor_steps = sum(factor.num_steps for row in rows for factor in row.factors)
     num_activations = sum(row.activation for row in rows)
     num_steps = sum(row.scheme.num_indices(row.shape) for row in rows)
-    # Halves and indices are coded together; each bears its share.
+    # Halves are coded together and indices too: each tensor is charged in proportion.
     half_bytes = halves / max(sum(row.scheme.num_halves(row.shape) for row in rows), 1)
     index_bytes = indices / max(num_steps + num_factor_steps + num_activations, 1)
     tensors = [_weigh(row, half_bytes, index_bytes) for row in rows]
@@ -77,7 +77,7 @@ def read_budget(data: bytes, code_bytes: int, cap_bytes: int) -> Budget:
     return Budget(total, cap_bytes, len(data), num_weights, rounded, tensors)
 
 
-def _weigh(row: Row, half_bytes: float, index_bytes: float) -> dict[str, Any]:
+def _weigh(row: TensorEntry, half_bytes: float, index_bytes: float) -> dict[str, Any]:
     size = row.coding.num_bytes + half_bytes * row.scheme.num_halves(row.shape)
     size += index_bytes * row.scheme.num_indices(row.shape)
     return {

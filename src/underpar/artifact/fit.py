@@ -1,26 +1,29 @@
-"""Fill the byte cap: one constant sets the steps of all grids; find it by packing a few times.
+"""Fill the byte cap: find the constant that sets the steps of all grids by packing a few times.
 
-What a constant costs is predicted up to an offset that hardly moves: side data, code, tokenizer,
-the coder's own overhead. A round packs, learns the offset, and predicts again. Published runs left
-16 to 100 kB of their cap unused.
+`quant.allocate` predicts the bytes of a constant except for an offset: side data, code, tokenizer,
+overhead of the coder. The offset hardly depends on the constant. Each round packs once, measures
+the offset and predicts the next constant. Published runs left 16 to 100 kB of their cap unused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from underpar.artifact.format import squeeze
 from underpar.errors import ArtifactError
-from underpar.quant.allocate import RateCurve
+from underpar.quant.allocate import RateCurve, gaussian_bits
+from underpar.quant.schemes import Scheme
 
 T = TypeVar("T")
 
-# Shares of the cap that may be left: what a search aims at, and what it stops at.
+# Shares of the cap that may stay unused: what the search aims at, and what it accepts.
 AIM, CLOSE = 0.0002, 0.0005
 CLOSE_BYTES = 64
 MOST_ROUNDS = 5
-# Finer steps than this gain nothing: a model that small does not fill its cap.
+# Bits per weight. Finer steps gain nothing: a model that would need them does not fill its cap.
 MOST_BITS = 8.0
 
 
@@ -34,11 +37,33 @@ class Round:
 
 @dataclass(frozen=True)
 class Fitted(Generic[T]):
-    """What was made with the best constant, and the way there."""
+    """The result of the best constant, and all rounds."""
 
     made: T
     best: Round
     rounds: tuple[Round, ...]
+
+
+def guess_other_bytes(
+    schemes: Mapping[str, Scheme],
+    shapes: Mapping[str, tuple[int, ...]],
+    code_bytes: int,
+    tokenizer: bytes,
+) -> float:
+    """A first guess of all bytes except the integers of grids."""
+    total: float = code_bytes + len(squeeze(tokenizer))
+    for name, scheme in schemes.items():
+        shape = shapes[name]
+        total += 2 * scheme.num_halves(shape) + scheme.num_indices(shape)
+        total += expected_bits(scheme) * math.prod(shape) / 8
+    return total
+
+
+def expected_bits(scheme: Scheme) -> float:
+    """Bits per Gaussian weight of the integers; 0 for fp16, and for grids, which vary."""
+    if not scheme.sigmas:
+        return scheme.bits
+    return float(gaussian_bits(scheme.sigmas / scheme.limit))
 
 
 def fit_to_cap(
@@ -48,9 +73,9 @@ def fit_to_cap(
     other_bytes: float,
     on_round: Callable[[Round], None] | None = None,
 ) -> Fitted[T]:
-    """The largest result under the cap; `make` gives one and its bytes for a constant.
+    """The largest result under the cap. `make` gives the result of a constant, and its bytes.
 
-    `other_bytes` is a first guess of what the predicted rate leaves out.
+    `other_bytes` is a first guess of the bytes that `curve` does not predict.
     """
     finest = MOST_BITS * int(curve.counts.sum())
     best: tuple[T, Round] | None = None

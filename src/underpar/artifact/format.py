@@ -25,7 +25,7 @@ VERSION = 3
 HEAD = struct.Struct("<4sHHQ")
 HEAD_BYTES = HEAD.size + 32
 
-# No magic, no checksum, no padding: the frame already has them.
+# Raw LZMA without magic, checksum and padding, which the frame has already.
 LZMA_FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": 1 << 22}]
 
 
@@ -37,7 +37,7 @@ def frame(sections: Sequence[bytes]) -> bytes:
 
 
 def unframe(data: bytes, num_sections: int) -> list[bytes]:
-    """The sections of a file; anything damaged, cut or foreign is refused."""
+    """The sections of a file; a damaged, cut or foreign file is refused."""
     if len(data) < HEAD_BYTES or data[:4] != MAGIC:
         raise ArtifactError("not an underpar artifact (wrong magic); expected a .upar file")
     _, version, count, length = HEAD.unpack_from(data)

@@ -1,6 +1,6 @@
-"""Artifact -> bytes: recipe, tokenizer, and tensors with their integers entropy-coded.
+"""Artifact -> bytes: recipe, tokenizer, and tensors with entropy-coded integers.
 
-What the sections hold is told in unpack.py.
+unpack.py says what each section of the file holds, and docs/format.md specifies every byte.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from underpar.artifact import gaussian_writer, rans
+from underpar.artifact import array_encoder, matrix_encoder
 from underpar.artifact.format import frame, squeeze
+from underpar.artifact.frequencies import normalize_counts
 from underpar.artifact.table import read_header
 from underpar.artifact.unpack import (
     LINE_WIDTH,
@@ -38,7 +39,7 @@ Rows = dict[str, dict[str, Any]]
 def pack(artifact: Artifact, tokenizer_inside: bool = True) -> bytes:
     """The artifact as one file; equal artifacts give equal bytes.
 
-    Without its tokenizer the file holds that one's SHA-256 and squeezed length.
+    If the tokenizer stays outside, the file holds its SHA-256 and its squeezed length.
     """
     tensors, activations = artifact.tensors, artifact.activations
     rows: Rows = {
@@ -57,7 +58,7 @@ def pack(artifact: Artifact, tokenizer_inside: bool = True) -> bytes:
         header["tokenizer"] = {"sha256": digest, "bytes": len(tokenizer)}
         tokenizer = b""
     raw = json.dumps(header, sort_keys=True).encode()
-    # What reading would refuse is not written.
+    # Refuse now what unpacking would refuse.
     read_header(raw)
     lines = [line for t in tensors.values() for line in lines_of(t)]
     lines.append(np.array([activations[n] for n in tensors if n in activations], dtype=np.int64))
@@ -75,7 +76,7 @@ def pack(artifact: Artifact, tokenizer_inside: bool = True) -> bytes:
 
 
 def lines_of(tensor: QuantizedTensor) -> list[np.ndarray]:
-    """The log steps of a tensor: of rows, columns, factors."""
+    """The log steps of a tensor: those of rows, columns and factors, as far as it has them."""
     lines = [tensor.steps] if tensor.scheme.states else []
     lines += [] if tensor.columns is None else [tensor.columns]
     if tensor.correction is not None:
@@ -84,60 +85,60 @@ def lines_of(tensor: QuantizedTensor) -> list[np.ndarray]:
 
 
 def _encode_grids(tensors: QuantizedModel, rows: Rows) -> dict[Key, bytes]:
-    """The streams of grids; those of one trellis are coded together, which is faster."""
+    """The streams of grids; grids with the same trellis are encoded together, which is faster."""
     streams: dict[Key, bytes] = {}
     for states in sorted({t.scheme.states for t in tensors.values()} - {0}):
-        own = {name: t for name, t in tensors.items() if t.scheme.states == states}
-        found = gaussian_writer.encode_many(
-            [t.codes for t in own.values() if t.codes is not None],
+        grids = {name: t for name, t in tensors.items() if t.scheme.states == states}
+        encoded = matrix_encoder.encode_many(
+            [t.codes for t in grids.values() if t.codes is not None],
             next_state(states),
-            [steps_of(t.scheme, lines_of(t)) for t in own.values()],
+            [steps_of(t.scheme, lines_of(t)) for t in grids.values()],
         )
-        for name, stream in zip(own, found, strict=True):
+        for name, stream in zip(grids, encoded, strict=True):
             streams[name, 0] = stream
             rows[name]["bytes"] = len(stream)
     return streams
 
 
 def _encode_ints(tensors: QuantizedModel, rows: Rows) -> dict[Key, bytes]:
-    """The streams of all other integers; puts into the rows what reading them takes."""
+    """The streams of all other integers; adds to the rows what decoding needs."""
     codes: dict[Key, np.ndarray] = {}
-    places: dict[Key, dict[str, Any]] = {}
+    tables: dict[Key, dict[str, Any]] = {}
     for name, tensor in tensors.items():
         check_codes(name, tensor)
         if tensor.scheme.bits and tensor.codes is not None:
-            codes[name, 0], places[name, 0] = tensor.codes, rows[name]
+            codes[name, 0], tables[name, 0] = tensor.codes, rows[name]
         if tensor.correction is not None:
             left, right = tensor.correction.left, tensor.correction.right
             rows[name]["correction"] = {"rank": len(right.codes)}
             for side, key, factor in ((1, "left", left), (2, "right", right)):
                 codes[name, side] = factor.codes
-                places[name, side] = {"group": factor.group}
-                rows[name]["correction"][key] = places[name, side]
-    return _encode(codes, places)
+                tables[name, side] = {"group": factor.group}
+                rows[name]["correction"][key] = tables[name, side]
+    return _encode_arrays(codes, tables)
 
 
-def _encode(
-    codes: Mapping[Key, np.ndarray], places: Mapping[Key, dict[str, Any]]
+def _encode_arrays(
+    codes: Mapping[Key, np.ndarray], tables: Mapping[Key, dict[str, Any]]
 ) -> dict[Key, bytes]:
-    lows = {key: int(found.min()) for key, found in codes.items()}
-    symbols = [found.reshape(-1).astype(np.int16) - lows[key] for key, found in codes.items()]
-    freqs = [rans.quantize_counts(np.bincount(found)) for found in symbols]
-    streams = dict(zip(codes, rans.encode_many(symbols, freqs), strict=True))
+    lows = {key: int(array.min()) for key, array in codes.items()}
+    symbols = [array.reshape(-1).astype(np.int16) - lows[key] for key, array in codes.items()]
+    freqs = [normalize_counts(np.bincount(array)) for array in symbols]
+    streams = dict(zip(codes, array_encoder.encode_many(symbols, freqs), strict=True))
     for (key, stream), table in zip(streams.items(), freqs, strict=True):
-        places[key] |= {"low": lows[key], "freqs": table.tolist(), "bytes": len(stream)}
+        tables[key] |= {"low": lows[key], "freqs": table.tolist(), "bytes": len(stream)}
     return streams
 
 
 def shuffle(numbers: np.ndarray) -> bytes:
     """fp16 numbers as all high bytes, then all low bytes."""
-    # High bytes repeat, low bytes hardly do: apart, they compress better.
+    # High bytes repeat and low bytes hardly do, so that LZMA compresses them better apart.
     pairs = numbers.astype("<f2").view(np.uint8).reshape(-1, 2)
     return pairs[:, 1].tobytes() + pairs[:, 0].tobytes()
 
 
 def write_lines(lines: Sequence[np.ndarray]) -> bytes:
-    """What `read_lines` reads."""
+    """Encode lines of log steps for `read_lines`."""
     values = np.concatenate([line.astype(np.int64) for line in lines])
     if not values.size:
         return b""
@@ -148,4 +149,4 @@ def write_lines(lines: Sequence[np.ndarray]) -> bytes:
     centers = [int(np.median(line)) if line.size else 0 for line in lines]
     values -= np.repeat(centers, [line.size for line in lines])
     padded = np.pad(values, (0, -values.size % LINE_WIDTH)).reshape(-1, LINE_WIDTH)
-    return np.array(centers, dtype="<i2").tobytes() + gaussian_writer.encode(padded)
+    return np.array(centers, dtype="<i2").tobytes() + matrix_encoder.encode(padded)

@@ -1,4 +1,4 @@
-"""The budget before training: made-up weights of the right shapes, really packed."""
+"""Forecast of the budget before training: packs random weights of the right shapes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from underpar.artifact.unpack import Artifact
 from underpar.errors import RecipeError
 from underpar.quant.allocate import RateCurve
 from underpar.quant.logsteps import from_indices, to_index
-from underpar.quant.rounding import quantize
+from underpar.quant.rounding import round_tensor
 from underpar.quant.rules import match_rules, quantize_model
 from underpar.quant.schemes import ONE_COLUMN, QuantizedModel, QuantizedTensor, Scheme
 from underpar.recipe import Recipe
@@ -29,11 +29,11 @@ TOKENIZER_BYTES_PER_PIECE = 5
 def forecast(
     recipe: Recipe, shapes: dict[str, tuple[int, ...]], code_bytes: int, tokenizer: bytes | None
 ) -> Budget:
-    """The budget before training: Gaussian weights of the right shapes, really packed.
+    """The budget of the recipe with Gaussian weights, which are rounded and packed.
 
-    Trained matrices are Gaussian to three digits of their entropy (PR 2046), and the step follows
-    the row's deviation, so their scale does not matter. Grids fill the cap: what is forecast is
-    how fine they will be, in bits a weight.
+    The entropy of trained matrices is that of Gaussian ones to three digits (PR 2046). Their scale
+    does not matter, because steps follow the deviations of the rows. Grids fill the cap: their
+    forecast is the number of bits per weight.
     """
     num_weights = sum(math.prod(shape) for shape in shapes.values())
     if num_weights > MAX_WEIGHTS:
@@ -63,17 +63,18 @@ def forecast(
 
 
 def _round(weight: np.ndarray, scheme: Scheme, constant: float) -> QuantizedTensor:
-    """A matrix as a scheme that needs a calibration would store it, without one."""
+    """Round a matrix without a calibration, for a scheme that needs one."""
     if not scheme.states:
         columns = np.zeros(weight.shape[1], np.int16) if scheme.columns else None
-        plain = quantize(weight, Scheme(scheme.bits, scheme.sigmas))
+        plain = round_tensor(weight, Scheme(scheme.bits, scheme.sigmas))
         return replace(plain, scheme=scheme, columns=columns)
     rng = np.random.default_rng(0)
-    # Steps by row and by column, as spread as those of a trained model.
+    # Steps of rows and columns vary about as much as those of a trained model.
     rows = to_index(np.exp2(rng.normal(np.log2(constant), 0.5, weight.shape[0])))
     columns = np.rint(rng.normal(0, 3, weight.shape[1])).astype(np.int16)
     steps = from_indices(rows, columns if scheme.columns else ONE_COLUMN)
-    # A trellis takes time and has the same rate: its points are half as far apart.
+    # Plain rounding stands in for the trellis, which is slow and has the same rate: its points are
+    # half as far apart.
     codes = np.rint(weight / (1 + steps**2 / 12) / steps).astype(np.int16)
     plain_grid = Scheme(states=1, columns=scheme.columns)
     return QuantizedTensor(

@@ -1,9 +1,9 @@
-"""How many bytes the artifact would have if it were packed now, without packing it.
+"""Forecast during training: the bytes of the artifact if it were packed now, without packing.
 
-Weights are rounded on their device, as the packer rounds them, and integers counted. What the coder
-takes follows from the counts, whatever they look like; a Gaussian of the same deviation would
-be 3 to 13 % off for embeddings and gates of short runs. Feedback (`gptqB:k`) moves single integers
-and hardly their counts; what AWQ and LQER add is left out. Grids are fitted to the cap.
+Weights are rounded on their device, by the rules of the packer, and the integers are counted. The
+counts give the length of the streams for any distribution. (A Gaussian of the same deviation would
+be 3 to 13 % off for embeddings and gates of short runs.) GPTQ (`gptqB:k`) changes single integers
+but hardly their counts. The bytes that AWQ and LQER add are left out. Grids fill the cap.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from underpar.artifact import rans
+from underpar.artifact.array_decoder import choose_num_coders
 from underpar.artifact.fit import MOST_BITS
 from underpar.artifact.format import HEAD_BYTES, squeeze
+from underpar.artifact.frequencies import PROB_BITS, normalize_counts
 from underpar.artifact.pack import NUM_SECTIONS, shuffle
-from underpar.quant.clip_search import SMALLEST_STEP, search_steps
+from underpar.quant.clip_search import search_steps
 from underpar.quant.gptq import round_to_nearest
-from underpar.quant.rounding import LARGEST_STEP
+from underpar.quant.row_steps import clamp_steps, row_steps
 from underpar.quant.rules import match_rules
 from underpar.quant.schemes import Scheme
 from underpar.recipe import Recipe, to_tree
 
-# What a lane of the coder costs, measured on packed models.
-LANE_BYTES = 3
-# Of larger matrices some rows are counted: the entropy of so many integers is known to 0.1 %.
+# Bytes that a stream takes per rANS coder, measured on packed models.
+CODER_BYTES = 3
+# Larger matrices are counted in part: this many integers give the entropy to 0.1 %.
 MOST_COUNTED = 1 << 17
-# More halves are squeezed in part, in pieces of so many: about a tenth of a second at most.
+# More halves are squeezed in part, in pieces: at most about a tenth of a second.
 MOST_HALVES, PIECE_HALVES = 1 << 17, 1 << 10
 
 
@@ -46,7 +47,7 @@ class SizeForecast:
     shapes: Mapping[str, tuple[int, ...]]
     tokenizer: bytes
     count_code: Callable[[], int]
-    """Bytes of the code; asked once, at the first forecast, as bundling takes a while."""
+    """Returns the bytes of the code; called once, at the first forecast, because it is slow."""
 
     @cached_property
     def schemes(self) -> dict[str, Scheme]:
@@ -55,7 +56,7 @@ class SizeForecast:
 
     @cached_property
     def fixed_bytes(self) -> int:
-        """What does not depend on the weights: code, tokenizer and frame."""
+        """Bytes that do not depend on the weights: code, tokenizer and frame."""
         return self.count_code() + len(squeeze(self.tokenizer)) + HEAD_BYTES + 8 * NUM_SECTIONS
 
     @torch.no_grad()
@@ -67,7 +68,7 @@ class SizeForecast:
             table.append({"name": name, "shape": self.shapes[name], "scheme": str(scheme)})
             if scheme.states:
                 continue
-            # A run that broke is the guard's business; here it has some size.
+            # The guard ends a run that diverged; the forecast only needs some size for it.
             weight = weights[name].float().nan_to_num(0.0, 0.0, 0.0)
             if scheme.is_half:
                 halves.append(weight.half().flatten())
@@ -79,7 +80,7 @@ class SizeForecast:
         header = json.dumps({"recipe": to_tree(self.recipe), "tensors": table}, sort_keys=True)
         size = self.fixed_bytes + len(squeeze(header.encode())) + _half_bytes(halves)
         size += sum(row.get("bytes", 0) for row in table)
-        # Steps of grids are as fine as the cap allows.
+        # Grids get steps as fine as the cap allows.
         cap_bytes = self.recipe.limits.cap_bytes
         return max(size, min(cap_bytes, size + round(MOST_BITS / 8 * self._num_grid_weights)))
 
@@ -90,41 +91,37 @@ class SizeForecast:
 
 def _as_rows(weight: Tensor, group: int) -> Tensor:
     """A matrix of rows, or of runs of `group` weights; one row for a vector."""
-    # Where runs do not fit, packing will say so; a forecast ends no run.
+    # If the runs do not divide the rows, packing refuses them; the forecast does not.
     if group and weight.numel() % group == 0:
         return weight.reshape(-1, group)
     return weight.flatten(1) if weight.ndim > 1 else weight.reshape(1, -1)
 
 
 def _row_steps(rows: Tensor, scheme: Scheme) -> Tensor:
-    """The steps (R, 1) of `quant.rounding`, in fp16, on the device of the rows."""
-    if scheme.group:
-        steps = rows.abs().mean(dim=1, keepdim=True)
-    elif scheme.form == "clip":
-        steps = search_steps(rows, scheme.limit)
-    elif scheme.sigmas and rows.shape[1] > 1:
-        steps = scheme.sigmas * rows.std(dim=1, keepdim=True) / scheme.limit
+    """The steps (R, 1) in fp16, on the device of the rows; `quant.rounding` has them for arrays."""
+    if scheme.form == "clip":
+        steps = clamp_steps(search_steps(rows, scheme.limit)[:, 0])
     else:
-        steps = rows.abs().amax(dim=1, keepdim=True) / scheme.limit
-    return steps.clamp(SMALLEST_STEP, LARGEST_STEP).half()
+        steps = row_steps(rows, scheme.limit, scheme.sigmas, by_mean=bool(scheme.group))
+    return steps[:, None].half()
 
 
 def _code(rows: Tensor, steps: Tensor, limit: int) -> dict[str, Any]:
-    """What the tensor table says of integers once they are coded."""
+    """What the tensor table would say of these integers after packing."""
     share = max(1, rows.numel() // MOST_COUNTED)
     codes = round_to_nearest(rows[::share], steps[::share], limit).flatten().long()
     counts = torch.bincount(codes + limit).cpu().numpy()
     low = int(np.flatnonzero(counts)[0])
-    freqs = rans.quantize_counts(counts[low:])
+    freqs = normalize_counts(counts[low:])
     used = freqs > 0
-    bits = counts[low:][used] @ (rans.PROB_BITS - np.log2(freqs[used]))
+    bits = counts[low:][used] @ (PROB_BITS - np.log2(freqs[used]))
     stream_bytes = round(bits / 8 * rows.numel() / len(codes))
-    num_bytes = stream_bytes + LANE_BYTES * rans.choose_num_lanes(rows.numel())
+    num_bytes = stream_bytes + CODER_BYTES * choose_num_coders(rows.numel())
     return {"low": low - limit, "freqs": freqs.tolist(), "bytes": num_bytes}
 
 
 def _half_bytes(halves: Sequence[Tensor]) -> int:
-    """All fp16 numbers, squeezed as the packer squeezes them."""
+    """Bytes of all fp16 numbers, squeezed as the packer squeezes them."""
     if not halves:
         return 0
     numbers = torch.cat(list(halves))

@@ -1,4 +1,4 @@
-"""The header of an artifact: recipe and a row for each tensor, checked before they are believed."""
+"""The header of an artifact: the recipe and one entry per tensor, checked before they are used."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from underpar.artifact.streams import TOTAL
+from underpar.artifact.frequencies import TOTAL
 from underpar.errors import ArtifactError, UnderparError
 from underpar.quant.schemes import Scheme, parse_scheme
 from underpar.recipe import Recipe, from_tree
 
-# Bounds on what a file may claim, far above any model of 16 MB.
+# The largest sizes that a file may claim, far above any model of 16 MB.
 MAX_HEADER_BYTES = 2 << 20
 MAX_TOKENIZER_BYTES = 16 << 20
 MAX_STREAM_BYTES = 1 << 32
 MAX_WEIGHTS = 1 << 27
 MAX_RANK = 64
-# Matrices with equal numbers of columns decode together; this bounds the time of the others.
+# Matrices with equal numbers of columns are decoded together; this bounds the time for the others.
 MAX_COLUMNS = 1 << 20
-# A factor may have one step, and a short factor the usual one.
+# The group size of a factor may exceed the factor, up to this: one step then serves all of it.
 SMALL_GROUP = 1 << 16
 
 
 class Coding(NamedTuple):
-    """Bytes of a stream; for rans.py also the least integer and the frequencies from it on."""
+    """Bytes of a stream; for array_decoder.py also the least integer and the frequencies."""
 
     num_bytes: int
     low: int = 0
     freqs: tuple[int, ...] = ()
 
 
-class FactorRow(NamedTuple):
-    """A factor of a correction."""
+class FactorEntry(NamedTuple):
+    """What the header says of one factor of a low-rank correction."""
 
     shape: tuple[int, int]
     group: int
@@ -42,31 +42,31 @@ class FactorRow(NamedTuple):
 
     @property
     def num_steps(self) -> int:
-        """Log steps it stores."""
+        """How many log steps the factor stores."""
         return -(-math.prod(self.shape) // self.group)
 
 
 @dataclass(frozen=True)
-class Row:
-    """What the header says of a tensor."""
+class TensorEntry:
+    """What the header says of one tensor."""
 
     name: str
     shape: tuple[int, ...]
     scheme: Scheme
     coding: Coding
-    factors: tuple[FactorRow, ...]
-    """Left and right factor of the correction, or none."""
+    factors: tuple[FactorEntry, ...]
+    """Left and right factor of its correction; empty without a correction."""
     activation: bool
-    """Whether the largest input is known."""
+    """Whether the file has the log step of its largest input."""
 
     @property
     def num_weights(self) -> int:
-        """How many numbers it stands for."""
+        """How many weights the tensor has."""
         return math.prod(self.shape)
 
     @property
     def line_lengths(self) -> list[int]:
-        """Log steps of its rows, columns and factors, as far as there are any."""
+        """How many log steps its rows, columns and factors have; parts without any are left out."""
         by_column = self.shape[-1] if self.scheme.columns else 0
         by_row = self.scheme.num_indices(self.shape) - by_column
         return [n for n in (by_row, by_column, *(f.num_steps for f in self.factors)) if n]
@@ -74,19 +74,19 @@ class Row:
 
 @dataclass(frozen=True)
 class Header:
-    """Recipe and tensors; digest and squeezed length of a tokenizer that is not in the file."""
+    """Recipe and tensors; if the tokenizer is not in the file, its SHA-256 and squeezed length."""
 
     recipe: Recipe
-    rows: dict[str, Row]
+    rows: dict[str, TensorEntry]
     tokenizer_sha256: bytes = b""
     tokenizer_bytes: int = 0
 
 
 def read_header(raw: bytes) -> Header:
-    """The header in its JSON; a claim that no honest file makes is refused."""
+    """Read the JSON of the header; sizes and names that no packed file has are refused."""
     try:
         tree = json.loads(raw)
-        rows = [_read_row(row) for row in tree["tensors"]]
+        rows = [_read_entry(row) for row in tree["tensors"]]
         tokenizer = _read_tokenizer(tree["tokenizer"]) if "tokenizer" in tree else (b"", 0)
         header = Header(from_tree(tree["recipe"]), {r.name: r for r in rows}, *tokenizer)
         if len(header.rows) != len(rows) or not rows:
@@ -104,7 +104,7 @@ def read_header(raw: bytes) -> Header:
         ValueError,
         UnderparError,
     ) as error:
-        # What the file says is shown with its line breaks escaped, and not at any length.
+        # The message may quote the file: line breaks are escaped and the length is limited.
         raise ArtifactError(f"artifact header cannot be used: {error!r:.300}") from error
     return header
 
@@ -115,7 +115,7 @@ def _whole(value: Any, least: int, most: int) -> int:
     return value
 
 
-def _read_row(tree: Mapping[str, Any]) -> Row:
+def _read_entry(tree: Mapping[str, Any]) -> TensorEntry:
     name, scheme = tree["name"], parse_scheme(tree["scheme"])
     shape = tuple(_whole(size, 1, MAX_WEIGHTS) for size in tree["shape"])
     if not isinstance(name, str) or not name.isprintable() or len(shape) > 4:
@@ -125,12 +125,12 @@ def _read_row(tree: Mapping[str, Any]) -> Row:
     if scheme.group and (not shape or shape[-1] % scheme.group):
         raise ValueError(f"{scheme} for shape {shape}, whose rows are no whole runs")
     coding = Coding(0) if scheme.is_half else _read_coding(tree, bool(scheme.bits))
-    factors: tuple[FactorRow, ...] = ()
+    factors: tuple[FactorEntry, ...] = ()
     if "correction" in tree:
         if scheme.is_half or scheme.group:
             raise ValueError(f"a correction of {scheme}")
         factors = _read_factors(tree["correction"], shape[0], shape[1])
-    return Row(name, shape, scheme, coding, factors, tree.get("activation") is True)
+    return TensorEntry(name, shape, scheme, coding, factors, tree.get("activation") is True)
 
 
 def _read_coding(tree: Mapping[str, Any], has_table: bool) -> Coding:
@@ -143,12 +143,12 @@ def _read_coding(tree: Mapping[str, Any], has_table: bool) -> Coding:
 
 def _read_factors(
     tree: Mapping[str, Any], num_rows: int, num_columns: int
-) -> tuple[FactorRow, ...]:
+) -> tuple[FactorEntry, ...]:
     rank = _whole(tree["rank"], 1, min(MAX_RANK, num_rows, num_columns))
     factors = []
     for side, shape in (("left", (num_rows, rank)), ("right", (rank, num_columns))):
         group = _whole(tree[side]["group"], 1, max(math.prod(shape), SMALL_GROUP))
-        factors.append(FactorRow(shape, group, _read_coding(tree[side], True)))
+        factors.append(FactorEntry(shape, group, _read_coding(tree[side], True)))
     return tuple(factors)
 
 

@@ -1,9 +1,13 @@
 """Bytes -> artifact, whole or one tensor at a time; a file that breaks any rule is refused.
 
-Sections: header (JSON, squeezed: recipe and tensor table), tokenizer (squeezed, or absent where the
-header names it), halves (all fp16 steps and fp16 tensors, high bytes then low bytes, squeezed),
-indices (log steps and activation scales, see `read_lines`), codes (one stream a tensor: rans.py, or
-gaussian.py for grids), corrections (two streams of rans.py for each tensor that has one).
+Sections of the file (docs/format.md):
+
+    header        recipe and tensor table (table.py): JSON, squeezed
+    tokenizer     squeezed; absent if the header names a tokenizer outside the file
+    halves        all fp16 steps and fp16 tensors: high bytes, then low bytes, squeezed
+    indices       log steps and activation scales (`read_lines`)
+    codes         one stream per tensor: array_decoder.py, for grids matrix_decoder.py
+    corrections   two streams of array_decoder.py per corrected tensor
 """
 
 from __future__ import annotations
@@ -17,9 +21,9 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from underpar.artifact import gaussian, rans
+from underpar.artifact import array_decoder, matrix_decoder
 from underpar.artifact.format import unframe, unsqueeze
-from underpar.artifact.table import MAX_HEADER_BYTES, MAX_TOKENIZER_BYTES, Row, read_header
+from underpar.artifact.table import MAX_HEADER_BYTES, MAX_TOKENIZER_BYTES, TensorEntry, read_header
 from underpar.errors import ArtifactError
 from underpar.quant.logsteps import LARGEST_INDEX
 from underpar.quant.lowrank import Factor, LowRank
@@ -28,24 +32,25 @@ from underpar.quant.trellis import next_state
 from underpar.recipe import Recipe
 
 NUM_SECTIONS = 6
-# Log steps of all tensors are coded as the rows of a matrix this wide.
+# The log steps of all tensors are coded as one matrix with this many columns.
 LINE_WIDTH = 128
-# Integers of a byte reach as far as this.
+# The largest magnitude of integers that are stored as a byte.
 LARGEST_BYTE = 127
 
-# A stream of integers: of a tensor itself (0), or of its correction's left (1) or right factor (2).
+# Names a stream of integers: tensor, and 0 for its own integers, 1 and 2 for the left and the right
+# factor of its correction.
 Key = tuple[str, int]
 
 
 @dataclass(frozen=True)
 class Artifact:
-    """All that scoring needs. `unpack(pack(x)) == x`."""
+    """All that scoring needs. `unpack(pack(x))` equals x."""
 
     recipe: Recipe
     tokenizer: bytes
     tensors: QuantizedModel
     activations: Mapping[str, int] = field(default_factory=dict)
-    """Matrix -> log step index of the largest input seen (`quant.logsteps`)."""
+    """Matrix -> log step (`quant.logsteps`) of the largest input in the calibration text."""
 
     def equals(self, other: Artifact) -> bool:
         """Same recipe, tokenizer, integers, steps and scales, bit for bit."""
@@ -76,7 +81,7 @@ def unpack(data: bytes, tokenizer: bytes | None = None) -> Artifact:
 
 
 class LazyArtifact:
-    """A packed file, checked as far as its header; tensors are decoded when they are asked for."""
+    """A packed file whose frame and header were checked; tensors are decoded when they are read."""
 
     def __init__(self, data: bytes) -> None:
         sections = unframe(data, NUM_SECTIONS)
@@ -96,19 +101,19 @@ class LazyArtifact:
 
     @property
     def names_tokenizer(self) -> bool:
-        """Whether the file holds no tokenizer, but the SHA-256 of one."""
+        """Whether the file has the SHA-256 of its tokenizer instead of the tokenizer."""
         return bool(self.header.tokenizer_sha256)
 
     @property
     def activations(self) -> dict[str, int]:
-        """Matrix -> log step index of its largest input."""
+        """Matrix -> log step of its largest input."""
         return self._logs[1]
 
     def unpack(self, tokenizer: bytes | None = None) -> Artifact:
-        """All of it, in less time than tensor by tensor."""
-        found = self.read_tokenizer(tokenizer)
+        """Decode everything at once, which is faster than tensor by tensor."""
+        content = self.read_tokenizer(tokenizer)
         tensors = self._read([*self.rows.values()])
-        return Artifact(self.header.recipe, found, tensors, self.activations)
+        return Artifact(self.header.recipe, content, tensors, self.activations)
 
     def read(self, name: str) -> QuantizedTensor:
         """One tensor, the same as `unpack` gives."""
@@ -116,19 +121,19 @@ class LazyArtifact:
             raise ArtifactError(f"artifact has no tensor {name!r}")
         return self._read([self.rows[name]])[name]
 
-    def read_tokenizer(self, given: bytes | None = None) -> bytes:
-        """The tokenizer in the file, or the given one if it is the one that the file names."""
+    def read_tokenizer(self, outside: bytes | None = None) -> bytes:
+        """The tokenizer in the file, or `outside` if the file names that one."""
         if not self.names_tokenizer:
             return unsqueeze(self._tokenizer, MAX_TOKENIZER_BYTES)
         wanted = self.header.tokenizer_sha256.hex()
-        if given is None:
+        if outside is None:
             raise ArtifactError(f"artifact needs the tokenizer of SHA-256 {wanted}; none is given")
-        found = hashlib.sha256(given).hexdigest()
-        if found != wanted:
+        digest = hashlib.sha256(outside).hexdigest()
+        if digest != wanted:
             raise ArtifactError(
-                f"tokenizer has SHA-256 {found}: the artifact needs that of {wanted}"
+                f"tokenizer has SHA-256 {digest}: the artifact needs that of {wanted}"
             )
-        return given
+        return outside
 
     @cached_property
     def _numbers(self) -> dict[str, np.ndarray]:
@@ -144,7 +149,7 @@ class LazyArtifact:
 
     @cached_property
     def _logs(self) -> tuple[dict[str, list[np.ndarray]], dict[str, int]]:
-        """The log steps of each tensor (of rows, columns, factors), and those of activations."""
+        """Log steps of each tensor (rows, columns, factors), and those of the largest inputs."""
         rows = self.rows.values()
         names = [row.name for row in rows if row.activation]
         lengths = [n for row in rows for n in row.line_lengths]
@@ -152,7 +157,7 @@ class LazyArtifact:
         steps = {row.name: [next(lines) for _ in row.line_lengths] for row in rows}
         return steps, dict(zip(names, next(lines).tolist(), strict=True))
 
-    def _read(self, rows: Sequence[Row]) -> QuantizedModel:
+    def _read(self, rows: Sequence[TensorEntry]) -> QuantizedModel:
         codes = self._read_grids(rows) | self._read_ints(rows)
         tensors = {}
         for row in rows:
@@ -163,67 +168,67 @@ class LazyArtifact:
                 Factor(codes[row.name, side].reshape(factor.shape), next(lines), factor.group)
                 for side, factor in enumerate(row.factors, 1)
             ]
-            own = codes.get((row.name, 0))
+            integers = codes.get((row.name, 0))
             tensors[row.name] = QuantizedTensor(
                 row.shape,
                 row.scheme,
                 steps,
-                None if own is None else own.reshape(len(steps), -1),
+                None if integers is None else integers.reshape(len(steps), -1),
                 columns,
                 LowRank(*factors) if factors else None,
             )
             check_codes(row.name, tensors[row.name])
         return tensors
 
-    def _read_grids(self, rows: Sequence[Row]) -> dict[Key, np.ndarray]:
-        """Integers of grids; those of one trellis are decoded together, which is faster."""
+    def _read_grids(self, rows: Sequence[TensorEntry]) -> dict[Key, np.ndarray]:
+        """Integers of grids; grids with the same trellis are decoded together, which is faster."""
         codes: dict[Key, np.ndarray] = {}
         for states in sorted({row.scheme.states for row in rows} - {0}):
-            own = {(row.name, 0): row for row in rows if row.scheme.states == states}
-            found = gaussian.decode_many(
-                [self._streams[key] for key in own],
-                [(row.shape[0], row.shape[1]) for row in own.values()],
+            grids = {(row.name, 0): row for row in rows if row.scheme.states == states}
+            matrices = matrix_decoder.decode_many(
+                [self._streams[key] for key in grids],
+                [(row.shape[0], row.shape[1]) for row in grids.values()],
                 next_state(states),
-                [steps_of(row.scheme, self._logs[0][row.name]) for row in own.values()],
+                [steps_of(row.scheme, self._logs[0][row.name]) for row in grids.values()],
             )
-            codes |= dict(zip(own, found, strict=True))
+            codes |= dict(zip(grids, matrices, strict=True))
         return codes
 
-    def _read_ints(self, rows: Sequence[Row]) -> dict[Key, np.ndarray]:
-        """Integers of a byte, of tensors and of factors."""
+    def _read_ints(self, rows: Sequence[TensorEntry]) -> dict[Key, np.ndarray]:
+        """Integers of tensors and factors that are stored as bytes."""
         wanted = {(row.name, 0): (row.coding, row.num_weights) for row in rows if row.scheme.bits}
         for row in rows:
             for side, factor in enumerate(row.factors, 1):
                 wanted[row.name, side] = factor.coding, math.prod(factor.shape)
-        symbols = rans.decode_many(
+        symbols = array_decoder.decode_many(
             [self._streams[key] for key in wanted],
             [np.array(coding.freqs, dtype=np.int64) for coding, _ in wanted.values()],
             [size for _, size in wanted.values()],
         )
         return {
-            key: (found + coding.low).astype(np.int8)
-            for found, (key, (coding, _)) in zip(symbols, wanted.items(), strict=True)
+            key: (array + coding.low).astype(np.int8)
+            for array, (key, (coding, _)) in zip(symbols, wanted.items(), strict=True)
         }
 
 
-def steps_of(scheme: Scheme, lines: Sequence[np.ndarray]) -> gaussian.Steps:
-    """Log steps of a grid's rows and, where it has them, columns."""
+def steps_of(scheme: Scheme, lines: Sequence[np.ndarray]) -> matrix_decoder.Steps:
+    """Log steps of the rows of a grid and, if the scheme has them, of its columns."""
     return lines[0], lines[1] if scheme.columns else None
 
 
 def check_codes(name: str, tensor: QuantizedTensor) -> None:
-    """Refuse integers that the scheme of a tensor does not have."""
+    """Refuse integers outside the range of the tensor's scheme."""
     codes, columns, limit = tensor.codes, tensor.columns, tensor.scheme.limit
     if codes is None or tensor.scheme.states:
         return
-    # Columns with finer steps have more of them.
+    # Columns with finer steps have a wider range.
     limits = limit if columns is None else np.where(columns, LARGEST_BYTE, limit)
     if np.any(codes.max(axis=0) > limits) or np.any(codes.min(axis=0) < -limits):
         raise ArtifactError(f"tensor {name!r} has integers that {tensor.scheme} does not have")
 
 
 def _cut(data: bytes, sizes: Mapping[Key, int]) -> dict[Key, bytes]:
-    """The streams of a section, which they fill."""
+    """Cut a section into its streams; they must fill it."""
     ends = [*accumulate(sizes.values(), initial=0)]
     if ends[-1] != len(data):
         raise ArtifactError(
@@ -233,16 +238,17 @@ def _cut(data: bytes, sizes: Mapping[Key, int]) -> dict[Key, bytes]:
 
 
 def unshuffle(raw: bytes) -> np.ndarray:
-    """The fp16 numbers of which these are all high bytes, then all low bytes."""
+    """fp16 numbers from their high bytes, then their low bytes."""
     planes = np.frombuffer(raw, np.uint8).reshape(2, -1)
     numbers = np.stack((planes[1], planes[0]), axis=1).reshape(-1).view("<f2")
     return numbers.astype(np.float16)
 
 
 def read_lines(data: bytes, lengths: Sequence[int]) -> list[np.ndarray]:
-    """Lines of log steps: an i16 center each, then a stream of gaussian.py without trellis.
+    """Lines of log steps: one i16 center per line, then a stream of matrix_decoder.py.
 
-    The stream holds all differences to the centers, cut into rows and filled up with 0.
+    The stream has no trellis. It holds all differences to the centers as the rows of a matrix, with
+    zeros at the end of the last row.
     """
     total, num_center_bytes = sum(lengths), 2 * len(lengths)
     if not total and not data:
@@ -250,7 +256,7 @@ def read_lines(data: bytes, lengths: Sequence[int]) -> list[np.ndarray]:
     if len(data) < num_center_bytes:
         raise ArtifactError(f"artifact has {len(data)} bytes of log steps for {total} of them")
     centers = np.frombuffer(data[:num_center_bytes], dtype="<i2").astype(np.int32)
-    matrix = gaussian.decode(data[num_center_bytes:], (-(-total // LINE_WIDTH), LINE_WIDTH))
+    matrix = matrix_decoder.decode(data[num_center_bytes:], (-(-total // LINE_WIDTH), LINE_WIDTH))
     values = matrix.reshape(-1)[:total] + np.repeat(centers, lengths)
     if np.abs(values).max() > LARGEST_INDEX or matrix.reshape(-1)[total:].any():
         raise ArtifactError(f"artifact has a log step beyond {LARGEST_INDEX}")

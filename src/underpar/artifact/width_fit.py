@@ -1,7 +1,8 @@
-"""The width of each row and column of a matrix of integers, for the tables of bells.py.
+"""Choose the width of each row and column of a matrix of integers, for width_tables.py.
 
-The fit weighs code lengths under the very tables against those of the scales themselves (a two-part
-code, Rissanen 1978), so that widths which differ by chance cost nothing.
+The fit minimizes the length of the codes under the tables that will be used, plus the length of the
+widths themselves (a two-part code, Rissanen 1978). Differences between widths that are due to
+chance are therefore not stored.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from itertools import product
 
 import numpy as np
 
-from underpar.artifact.streams import PROB_BITS
+from underpar.artifact.frequencies import PROB_BITS
 from underpar.artifact.width_tables import (
     COLUMN_BIAS,
     EXPONENTS,
@@ -24,7 +25,7 @@ from underpar.artifact.width_tables import (
 
 # An escape is its symbol and 16 plain bits.
 _ESCAPE_BITS = 16
-# Lengths are whole multiples of 2^-16 bit: their sums are exact, whatever the order.
+# Lengths are whole multiples of 2^-16 bit, so that their sums are exact in any order.
 _UNITS_PER_BIT = 1 << 16
 # Lines that are counted together.
 _LINES_AT_ONCE = 64
@@ -33,9 +34,9 @@ _LINES_AT_ONCE = 64
 def fit(
     codes: np.ndarray, stride: int, shifts: tuple[np.ndarray, np.ndarray]
 ) -> tuple[Scales, float]:
-    """Scales for codes (R, C), and the length in bits of both together, which is about least.
+    """The scales with which codes (R, C) and scales together are about shortest; and that length.
 
-    `shifts` are those that rows (R,) and columns (C,) are expected to have.
+    The length is in bits. `shifts` are the expected shifts of rows (R,) and columns (C,).
     """
     prices = _price_tables(stride)
     magnitudes = np.minimum(abs(codes.astype(np.int64)), prices.shape[2] - 1)
@@ -54,7 +55,10 @@ def fit(
 
 
 def fit_line(indices: np.ndarray, shifts: np.ndarray) -> tuple[Spread, np.ndarray]:
-    """The spread under which the indices (N,) are about shortest, shifted or not, and by what."""
+    """The spread with which the indices (N,) are about shortest, and the shifts that were added.
+
+    These are `shifts`, or zeros if the indices are shorter without them.
+    """
     plain, shifted = _fit_spread(indices), _fit_spread((indices + shifts) % NUM_BUCKETS)
     return (plain[1], 0 * shifts) if plain[0] <= shifted[0] else (shifted[1], shifts)
 
@@ -62,12 +66,12 @@ def fit_line(indices: np.ndarray, shifts: np.ndarray) -> tuple[Spread, np.ndarra
 def _fit_spread(indices: np.ndarray) -> tuple[float, Spread]:
     costs = _price_tables(1)[0]
     mean = int(indices.sum()) // indices.size
-    found = []
+    candidates = []
     for center in (mean, min(mean + 1, NUM_BUCKETS - 1)):
         counts = np.bincount(abs(indices - center))
         units = costs[:, : counts.size] @ counts
-        found.append((float(units.min()), Spread(center, int(units.argmin()))))
-    return min(found)
+        candidates.append((float(units.min()), Spread(center, int(units.argmin()))))
+    return min(candidates)
 
 
 def _alternate(
@@ -76,7 +80,7 @@ def _alternate(
     prices: np.ndarray,
     shifts: tuple[np.ndarray, np.ndarray],
 ) -> tuple[tuple[np.ndarray, np.ndarray], float]:
-    """Columns fitted to the rows, then rows to the columns; and the length of all in units."""
+    """Fit columns to the rows, then rows to the columns; also returns the whole length in units."""
     lines = _price_lines(magnitudes.T, rows - COLUMN_BIAS, prices)
     columns, _ = _choose_indices(lines, shifts[1])
     column_prices = _price_indices(columns, shifts[1])
@@ -93,7 +97,7 @@ def _price_lines(lines: np.ndarray, shifts: np.ndarray, prices: np.ndarray) -> n
     buckets = clip_buckets(np.arange(NUM_BUCKETS)[:, None] + values)
     priced = prices[buckets, :width].reshape(NUM_BUCKETS, -1).T  # (groups * width, 96)
     units = np.empty((len(lines), NUM_BUCKETS))
-    # Of all pairs of shift and magnitude lines of one size have few.
+    # Lines are taken in groups of similar size: each has few of all pairs of shift and magnitude.
     for chosen in np.array_split(lines.max(axis=1).argsort(), -(-len(lines) // _LINES_AT_ONCE)):
         pairs = lines[chosen] + group * width
         used = np.zeros(len(priced), dtype=bool)
@@ -107,7 +111,7 @@ def _price_lines(lines: np.ndarray, shifts: np.ndarray, prices: np.ndarray) -> n
 
 
 def _choose_indices(units: np.ndarray, shifts: np.ndarray) -> tuple[np.ndarray, float]:
-    """The index (N,) for each line of units (N, 96) and the total, indices included."""
+    """The cheapest index (N,) of each line of units (N, 96), and the total with the indices."""
     indices = units.argmin(axis=1)
     for _ in range(3):
         priced = units + _price_indices(indices, shifts)
@@ -116,7 +120,7 @@ def _choose_indices(units: np.ndarray, shifts: np.ndarray) -> tuple[np.ndarray, 
 
 
 def _price_indices(indices: np.ndarray, shifts: np.ndarray) -> np.ndarray:
-    """Units (N, 96) of each index of each line under the spread of these."""
+    """Units (N, 96) that each index would take for each line, under the spread of `indices`."""
     spread, used = fit_line(indices, shifts)
     places = np.arange(NUM_BUCKETS) + used[:, None]
     units: np.ndarray = _to_units(spread.freqs())[places % NUM_BUCKETS]
@@ -125,7 +129,7 @@ def _price_indices(indices: np.ndarray, shifts: np.ndarray) -> np.ndarray:
 
 @cache
 def _price_tables(stride: int) -> np.ndarray:
-    """Units (exponents, 96, M) of each magnitude; the last magnitude is an escape everywhere."""
+    """Units (exponents, 96, M) of each magnitude; the last one is an escape in every table."""
     kinds = [*product(range(len(EXPONENTS)), range(NUM_BUCKETS), range(stride))]
     tables = [build_table(exponent, bucket, stride, z) for exponent, bucket, z in kinds]
     prices = np.empty((len(EXPONENTS), NUM_BUCKETS, max(t.limit for t in tables) + 2))
@@ -133,7 +137,7 @@ def _price_tables(stride: int) -> np.ndarray:
         units = _to_units(table.freqs)
         price = prices[exponent, bucket, parity::stride]
         price[:] = units[-1] + _ESCAPE_BITS * _UNITS_PER_BIT
-        # The middle of the integers is 0 or, of an odd table, the first above it.
+        # The integer in the middle is 0, or the first above 0 in a table of odd integers.
         positive = units[(units.size - stride) // 2 : units.size - stride]
         price[: positive.size] = positive
     return prices

@@ -1,11 +1,12 @@
-"""Bells cut into integers: frequency tables for weight codes by the width of their row and column.
+"""Frequency tables of weight codes, by the width of their row and their column.
 
-An integer n stands for the part of a bell nearest to it. Bells are generalised Gaussians,
-exp(-|x|^exponent), of standard deviation 2^(k / 8), k + 36 being the bucket. In a matrix, row r and
-column j have bucket rows[r] + columns[j], clipped to 0..95; the exponent is common to all.
+The codes of a matrix are modeled as rounded samples of generalized Gaussians, with a density
+proportional to exp(-|x|^exponent). The probability of integer n is the mass between n - 1/2 and
+n + 1/2. The standard deviation is 2^(k / 8); the bucket is k + 36. The symbol in row r and column j
+has bucket rows[r] + columns[j], clipped to 0..95. All symbols of a matrix have the same exponent.
 
-Frequencies come from integer constants by integer arithmetic: they are the same on every machine.
-How widths are chosen is in bell_fit.py.
+Frequencies are computed from integer constants with integer arithmetic, so that they are the same
+on every machine. width_fit.py chooses the widths.
 """
 
 from __future__ import annotations
@@ -17,19 +18,21 @@ from typing import NamedTuple
 
 import numpy as np
 
-from underpar.artifact import rans
+from underpar.artifact.frequencies import PROB_BITS, normalize_counts
 from underpar.errors import ArtifactError
 from underpar.quant.trellis import LARGEST_CODE
 
-# An eighth of an octave: with 500 integers a line, finer scales cost more than they save.
+# Widths are in eighths of an octave. With 500 integers per row, finer widths cost more than they
+# save.
 NUM_BUCKETS = 96
 _UNIT_BUCKET = 36
-# Columns are stored without a sign.
+# Added to column indices, which are stored without a sign.
 COLUMN_BIAS = NUM_BUCKETS // 2
 
-# What escapes decode to at first, plus a residue of n; integers that may be coded lie above.
+# An escape first decodes to this value plus a residue of n; all integers that may be coded are
+# larger.
 _ESCAPE = -(1 << 15)
-# Less than a sixteenth of a frequency unit, and an integer is better an escape.
+# An integer with less mass than this, a sixteenth of a unit of frequency, is cheaper as an escape.
 _LEAST_MASS = 1 << 12
 
 # 2^30 / 2^(i / 8)
@@ -37,7 +40,7 @@ _INVERSE_OCTAVE = (
     1073741824, 984625594, 902905651, 827968132, 759250125, 696235434, 638450708, 585461881,
 )  # fmt: skip
 EXPONENTS = (2.0, 1.8, 1.5, 1.2)
-# 2^30 P(x > i / 8) for bells of variance 1 with these exponents, up to the last above 0 or x = 8.
+# 2^30 P(x > i / 8) for variance 1 and these exponents, up to the last that is not 0, or x = 8.
 _TAILS = (
     (
         536870912, 483464900, 430885802, 379922320, 331289660, 285599787, 243339267, 204855931,
@@ -80,7 +83,7 @@ def _mass_above(exponent: int, bucket: int, half_edge: int) -> int:
     # Cells are an eighth of the standard deviation wide.
     cell, part = divmod(half_edge * _INVERSE_OCTAVE[step] >> 12 + octave, one)
     tail = _TAILS[exponent]
-    # Nodes at -1, 0, 1 and 2 cells; the bell is even.
+    # Nodes at -1, 0, 1 and 2 cells; the density is even.
     y = ((1 << 30) - tail[1], *tail, 0, 0, 0, 0)[min(cell, len(tail) + 1) :][:4]
     first, second = y[1] - y[0], y[2] - 2 * y[1] + y[0]
     third = y[3] - 3 * y[2] + 3 * y[1] - y[0]
@@ -97,7 +100,7 @@ def _mass_of(exponent: int, bucket: int, n: int, stride: int) -> int:
 
 
 class Table(NamedTuple):
-    """Integers -limit, ..., limit, then escapes: what each decodes to and its frequency."""
+    """Symbols: the integers -limit, ..., limit, then escapes; with their values and frequencies."""
 
     values: np.ndarray
     freqs: np.ndarray
@@ -106,9 +109,10 @@ class Table(NamedTuple):
 
 @cache
 def build_table(exponent: int, bucket: int, stride: int, parity: int) -> Table:
-    """The table of integers n = parity (mod stride): all of them, or a trellis state's half.
+    """The table of the integers n = parity (mod stride).
 
-    A trellis has an escape for each branch bit, floor(n / 2) mod 2, because its state needs it.
+    Stride 1 has all integers. Stride 2 is for a trellis: half of the integers, and an escape for
+    each branch bit, floor(n / 2) mod 2, because the next state depends on it.
     """
     masses: list[int] = []
     limit = parity - stride
@@ -120,7 +124,7 @@ def build_table(exponent: int, bucket: int, stride: int, parity: int) -> Table:
     counts = np.array(mirrored + masses + [mass_beyond // stride + 1] * stride)
     escapes = [_ESCAPE + residue for residue in range(parity, 2 * stride, 2)]
     values = np.array([*range(-limit, limit + 1, stride), *escapes], dtype=np.int16)
-    return Table(values, rans.quantize_counts(counts), limit)
+    return Table(values, normalize_counts(counts), limit)
 
 
 @dataclass(frozen=True)
@@ -136,7 +140,7 @@ class Scales:
         return clip_buckets(self.rows[:, None] + self.columns)
 
     def kinds(self) -> list[tuple[int, int]]:
-        """Exponent and bucket of all that may occur."""
+        """Exponent and bucket of every table that may be needed."""
         sums = np.unique(self.rows)[:, None] + np.unique(self.columns)
         return [(self.exponent, bucket) for bucket in np.unique(clip_buckets(sums)).tolist()]
 
@@ -147,9 +151,9 @@ def clip_buckets(sums: np.ndarray) -> np.ndarray:
 
 
 class Book:
-    """The tables that some matrices need, end to end; a trellis has pairs of even and odd ones.
+    """The tables that some matrices need, end to end; a trellis needs pairs, even integers first.
 
-    `values`, `freqs` and `starts` hold what each symbol decodes to, its frequency and its interval.
+    `values`, `freqs` and `starts` hold the value, the frequency and the interval of every symbol.
     """
 
     def __init__(self, scales: Sequence[Scales], stride: int) -> None:
@@ -163,17 +167,17 @@ class Book:
         self.freqs = np.concatenate([t.freqs for t in tables])
         # Every table has the same total, a power of two.
         totals = np.cumsum(self.freqs, dtype=np.uint32) - self.freqs
-        self.starts = totals & ((1 << rans.PROB_BITS) - 1)
+        self.starts = totals & ((1 << PROB_BITS) - 1)
         self._limits = np.array([t.limit for t in tables], dtype=np.int32)
         self._ends = np.cumsum([t.values.size for t in tables], dtype=np.int32)
 
     def find_tables(self, scales: Scales) -> np.ndarray:
-        """The number (R, C) of every symbol's table, of a pair the even one's."""
+        """The number (R, C) of every symbol's table; of a pair, that of the even integers."""
         return self._number_of[scales.exponent][scales.buckets()]
 
     def find_symbols(self, codes: np.ndarray, tables: np.ndarray) -> np.ndarray:
-        """Where codes under the tables with these numbers lie in `values`, `freqs`, `starts`."""
-        # Strides are 1 and 2: masks and shifts do for remainders and quotients.
+        """Places of codes in `values`, `freqs` and `starts`, given the numbers of their tables."""
+        # Strides are 1 and 2, so that masks and shifts serve as remainders and quotients.
         stride, halving = self._stride, self._stride - 1
         codes = codes.astype(np.int32)
         tables = tables + (codes & halving)
@@ -183,7 +187,7 @@ class Book:
         return np.where(abs(codes) > limits, outside, inside)
 
     def fill_escapes(self, codes: np.ndarray, escapes: np.ndarray, tables: np.ndarray) -> None:
-        """Puts escapes, in C order, in the place of their marks; only true ones are taken."""
+        """Replace marks in `codes` by the escapes, in C order; refuse escapes that need no mark."""
         marked = codes < -LARGEST_CODE
         if np.count_nonzero(marked) != escapes.size:
             raise ArtifactError(
@@ -200,7 +204,7 @@ class Book:
 
 
 class Spread(NamedTuple):
-    """The model of a line of indices in 0..95: a Gaussian about `center` of this bucket."""
+    """The model of a line of indices in 0..95: a Gaussian around `center`, as wide as `bucket`."""
 
     center: int
     bucket: int
@@ -213,14 +217,14 @@ class Spread(NamedTuple):
 @cache
 def _build_spread(center: int, bucket: int) -> np.ndarray:
     away = [abs(index - center) for index in range(NUM_BUCKETS)]
-    return rans.quantize_counts(np.array([_mass_of(0, bucket, n, 1) for n in away]))
+    return normalize_counts(np.array([_mass_of(0, bucket, n, 1) for n in away]))
 
 
 def expect_shifts(steps: np.ndarray | None, num_indices: int) -> np.ndarray:
-    """How far each index (N,) is expected below that of the middle log step.
+    """How far each index (N,) is expected to lie below the index of the middle log step.
 
-    A bell is as many steps wide as its weights are, so that log steps, in sixteenths of an octave,
-    move indices, in eighths, the other way by half as much.
+    Codes are weights divided by steps: a step larger by one octave makes the codes narrower by one
+    octave. Log steps count sixteenths of an octave and indices eighths, hence half as much.
     """
     if steps is None:
         return np.zeros(num_indices, dtype=np.int64)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from underpar.data.loader import Batch, pack_documents
+from underpar.data.batch import Batch, pack_documents
 from underpar.data.shards import Shard
 from underpar.infer.predictor import Predictor
 

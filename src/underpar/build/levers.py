@@ -6,8 +6,9 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from underpar.data.transforms import IDENTITY
+from underpar.errors import LeverError
 from underpar.levers import LEVERS, lever_module
-from underpar.recipe import Recipe, fields_from, require, require_known
+from underpar.recipe import ModelSpec, Recipe, fields_from, require, require_known
 from underpar.seams import LeverModule
 
 
@@ -59,12 +60,23 @@ def plug_levers(recipe: Recipe, stage: str) -> dict[str, Any]:
     """The recipe's levers of one stage, built from their settings, by name."""
     settings = lever_settings(recipe)
     # Not in the recipe's order: LEVERS has the order in which levers at one seam act.
-    modules = {name: lever_module(name) for name in LEVERS if name in settings}
     return {
-        name: module.plug(settings[name], recipe.model)
-        for name, module in modules.items()
-        if stage == module.STAGE
+        name: plug_lever(name, settings[name], recipe.model)
+        for name in LEVERS
+        if name in settings and stage == lever_module(name).STAGE
     }
+
+
+def plug_lever(name: str, settings: Any, spec: ModelSpec) -> Any:
+    """The object whose methods are the lever's hooks: from its class `Lever`, or from `plug`."""
+    module = lever_module(name)
+    make = getattr(module, "plug", None) or getattr(module, "Lever", None)
+    if make is None:
+        raise LeverError(
+            f"lever {name!r}: {LEVERS[name]} has neither a class Lever(settings, spec) nor a "
+            "function plug(settings, spec); define one of them"
+        )
+    return make(settings, spec)
 
 
 def transform_of(recipe: Recipe) -> str:

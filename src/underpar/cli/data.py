@@ -8,11 +8,14 @@ from typing import Annotated, Any
 
 import typer
 
-from underpar.cli.options import Json, Set, app, load_checked, show_summary
-from underpar.core.console import OUT, show_json, show_table
+from underpar.cli.console import OUT, open_progress, show_json, show_table
+from underpar.cli.options import DATA, Json, Set, app, load_checked, show_summary
 
-data_app = typer.Typer(help="Turn text into tokens that can be trusted.", no_args_is_help=True)
-app.add_typer(data_app, name="data")
+data_app = typer.Typer(
+    help="Turn text into tokens: build, inspect, audit, fetch, import, export, merge.",
+    no_args_is_help=True,
+)
+app.add_typer(data_app, name="data", rich_help_panel=DATA)
 
 DataFolderPath = Annotated[Path, typer.Argument(help="A folder made by 'underpar data build'.")]
 Licence = Annotated[str, typer.Option(help="Licence of the text, kept in the manifest.")]
@@ -22,28 +25,38 @@ Licence = Annotated[str, typer.Option(help="Licence of the text, kept in the man
 def data_build(
     inputs: Annotated[
         list[Path],
-        typer.Argument(help="Files or folders: .txt .jsonl (plain, .xz .gz .zst) .parquet"),
+        typer.Argument(help="Files or folders: .txt, .jsonl (plain, .xz, .gz, .zst), .parquet"),
     ],
     out: Annotated[Path, typer.Option(help="The data folder to write.")],
     recipe: Annotated[
-        str, typer.Option(help="Takes vocabulary, transform and hold-out from it.")
+        str,
+        typer.Option(help="Recipe that sets vocabulary size, text transform and hold-out share."),
     ] = "demo",
     tokenizer: Annotated[
         Path | None, typer.Option(help="Use this tokenizer file instead of training one.")
     ] = None,
     val: Annotated[
-        list[Path] | None, typer.Option(help="Held-out files of a published split.")
+        list[Path] | None,
+        typer.Option(help="Hold out the text of these files instead of a share by hash."),
     ] = None,
     field: Annotated[str, typer.Option(help="Field or column that holds the text.")] = "text",
     bad_input: Annotated[
-        str, typer.Option(help="Invalid UTF-8, lone surrogates, empty texts: refuse or repair.")
+        str, typer.Option(help="refuse or repair: invalid UTF-8, lone surrogates, empty texts.")
     ] = "refuse",
     licence: Licence = "not stated",
-    workers: Annotated[int, typer.Option(help="Processes; 0: one for each core.")] = 0,
+    workers: Annotated[int, typer.Option(help="Processes; 0: one per core.")] = 0,
     set_: Set = None,
     json: Json = False,
 ) -> None:
-    """Train a lossless tokenizer and write token shards; documents are held out by their hash."""
+    """Train a lossless tokenizer and write token shards; documents are held out by their hash.
+
+    \b
+    underpar data build my-texts --out data
+    underpar data build corpus.jsonl.xz --out data --recipe pr2014
+    underpar data build more.parquet --out more --tokenizer data/tokenizer.model --field content
+
+    The same documents are held out on every machine, because their hash decides.
+    """
     from underpar.core.runtime import num_cores
     from underpar.data.sources.corpus import Reading
     from underpar.stages.data import build_data_folder, build_options
@@ -56,12 +69,16 @@ def data_build(
         licence=licence,
         workers=workers or num_cores(),
     )
-    _show_manifest(out, build_data_folder(inputs, out, options, quiet=json), json)
+    _show_manifest(out, build_data_folder(inputs, out, options, open_progress(json)), json)
 
 
 @data_app.command("inspect")
 def data_inspect(data: DataFolderPath, json: Json = False) -> None:
-    """Check a data folder in full and say what it holds."""
+    """Check a data folder in full and say what it holds.
+
+    \b
+    underpar data inspect data
+    """
     from underpar.data.folder import load_data
 
     _show_manifest(data, load_data(data).manifest, json)
@@ -71,14 +88,19 @@ def data_inspect(data: DataFolderPath, json: Json = False) -> None:
 def data_audit(
     data: DataFolderPath,
     threshold: Annotated[
-        float, typer.Option(help="Similarity (shared 5-word runs) of a near duplicate.")
+        float, typer.Option(help="Near duplicate: at least this share of 5-word runs in common.")
     ] = 0.7,
     containment: Annotated[
-        float, typer.Option(help="Share of a held-out text's 13-word runs found in training.")
+        float,
+        typer.Option(help="List a held-out text if this share of its 13-word runs is in training."),
     ] = 0.05,
     json: Json = False,
 ) -> None:
-    """Exact and near duplicates across the splits, by document. Exit code 1 if there are any.
+    """Find exact and near duplicates across the splits. Exit code 1 if there are any.
+
+    \b
+    underpar data audit data
+    underpar data audit data --threshold 0.5
 
     Held-out texts that share long runs of words with training are listed too.
     """
@@ -86,9 +108,9 @@ def data_audit(
     from underpar.stages.data import audit_data
 
     settings = NearSettings(threshold=threshold, threshold_containment=containment)
-    found = audit_data(data, settings, quiet=json)
-    show_json(found) if json else _show_duplicates(data, found)
-    raise typer.Exit(1 if found["verdict"] == "fail" else 0)
+    result = audit_data(data, settings, open_progress(json))
+    show_json(result) if json else _show_duplicates(data, result)
+    raise typer.Exit(1 if result["verdict"] == "fail" else 0)
 
 
 @data_app.command("fetch")
@@ -100,13 +122,24 @@ def data_fetch(
         ),
     ],
     out: Annotated[Path, typer.Option(help="Folder for the files.")],
-    include: Annotated[list[str] | None, typer.Option(help="Only paths like this glob.")] = None,
-    train_files: Annotated[int, typer.Option(help="Training files of a published set.")] = 80,
+    include: Annotated[
+        list[str] | None, typer.Option(help="Only paths that match this glob, may be repeated.")
+    ] = None,
+    train_files: Annotated[
+        int, typer.Option(help="How many training files of a published set.")
+    ] = 80,
     token: Annotated[str | None, typer.Option(help="Access token for gated sets.")] = None,
-    endpoint: Annotated[str | None, typer.Option(help="Another hub or a mirror.")] = None,
+    endpoint: Annotated[
+        str | None, typer.Option(help="Address of another hub or a mirror.")
+    ] = None,
     json: Json = False,
 ) -> None:
-    """Download a published token set or any Hugging Face dataset; resumes, checks, waits."""
+    """Download a published token set or any Hugging Face dataset; resumes, checks, waits.
+
+    \b
+    underpar data fetch sp1024 --out published --train-files 10
+    underpar data fetch owner/name --out texts --include "*.parquet"
+    """
     from underpar.data.sources.fetch import HUB, FetchOptions
     from underpar.stages.data import fetch_data
 
@@ -116,7 +149,7 @@ def data_fetch(
         include=tuple(include or ()),
         num_train_files=train_files,
     )
-    show_summary(json, str(out), asdict(fetch_data(name, out, options, quiet=json)))
+    show_summary(json, str(out), asdict(fetch_data(name, out, options, open_progress(json))))
 
 
 @data_app.command("import")
@@ -124,29 +157,39 @@ def data_import(
     source: Annotated[Path, typer.Argument(help="Folder with fineweb_train_*.bin and _val_.")],
     out: Annotated[Path, typer.Option(help="The data folder to write.")],
     tokenizer: Annotated[Path, typer.Option(help="The tokenizer that made the tokens.")],
-    transform: Annotated[str, typer.Option(help="Text transform before it.")] = "identity",
+    transform: Annotated[
+        str, typer.Option(help="Text transform that ran before the tokenizer.")
+    ] = "identity",
     known: Annotated[
         str | None, typer.Option(help="Published set whose validation totals must match.")
     ] = None,
     licence: Licence = "not stated",
     json: Json = False,
 ) -> None:
-    """Published token files (header 20240520, with or without sidecar) -> data folder."""
+    """Published token files (header 20240520, with or without sidecar) -> data folder.
+
+    \b
+    underpar data import published/datasets/NAME --out data --tokenizer tokenizer.model
+    """
     from underpar.data.published.exchange import ImportOptions
     from underpar.stages.data import import_data
 
     options = ImportOptions(tokenizer, transform, known, licence)
-    _show_manifest(out, import_data(source, out, options, quiet=json), json)
+    _show_manifest(out, import_data(source, out, options, open_progress(json)), json)
 
 
 @data_app.command("export")
 def data_export(
     data: DataFolderPath,
     out: Annotated[Path, typer.Option(help="Folder for the published layout.")],
-    shard_tokens: Annotated[int, typer.Option(help="Tokens a file.")] = 100_000_000,
+    shard_tokens: Annotated[int, typer.Option(help="Tokens per file.")] = 100_000_000,
     json: Json = False,
 ) -> None:
-    """Data folder -> published token files, with a byte sidecar for validation."""
+    """Data folder -> published token files, with a byte sidecar for validation.
+
+    \b
+    underpar data export data --out published
+    """
     from underpar.data.folder import load_data
     from underpar.data.published.exchange import export_published
 
@@ -162,7 +205,11 @@ def data_merge(
     out: Annotated[Path, typer.Option(help="The data folder to write.")],
     json: Json = False,
 ) -> None:
-    """Data folders that many machines wrote -> one; each is checked in full first."""
+    """Merge data folders that several machines wrote; each is checked in full first.
+
+    \b
+    underpar data merge part-1 part-2 part-3 --out data
+    """
     from underpar.data.merge import merge_folders
 
     _show_manifest(out, merge_folders(folders, out), json)
@@ -189,14 +236,14 @@ def _show_manifest(path: Path, manifest: dict[str, Any], json: bool) -> None:
         )
 
 
-def _show_duplicates(path: Path, found: dict[str, Any]) -> None:
+def _show_duplicates(path: Path, result: dict[str, Any]) -> None:
     rows = [
         (kind, row.get("similarity", row.get("share", 1.0)), _name(row, "train"), _name(row, "val"))
         for kind in ("exact", "near", "overlap")
-        for row in found[kind]["worst"]
+        for row in result[kind]["worst"]
     ]
     columns = ("kind", "shared#", "training document", "held-out document")
-    show_table(f"{path}: {found['summary']}", columns, rows)
+    show_table(f"{path}: {result['summary']}", columns, rows)
 
 
 def _name(row: dict[str, Any], side: str) -> str:

@@ -1,14 +1,16 @@
-"""Commands that make a model: recipe, levers, train, calibrate, quantize, pack, size, demo."""
+"""Commands that make a model: demo, recipe, levers, train, calibrate, quantize, pack, size."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from underpar.cli.console import OUT, open_progress, show_json, show_table
 from underpar.cli.options import (
+    MAKE,
     ArtifactPath,
     Attention,
     Compiled,
@@ -23,7 +25,6 @@ from underpar.cli.options import (
     quant_part,
     show_summary,
 )
-from underpar.core.console import show_json, show_table
 
 if TYPE_CHECKING:
     from underpar.artifact.budget import Budget
@@ -35,36 +36,67 @@ SetQuant = Annotated[
     list[str] | None, typer.Option("--set", help="Change quant.*, as in quant.lqer_tensors=3")
 ]
 
-recipe_app = typer.Typer(help="List the shipped recipes, or print one resolved.")
-app.add_typer(recipe_app, name="recipe")
+recipe_app = typer.Typer(
+    help="List the shipped recipes, or print one: resolved, or as its forward pass runs.",
+    no_args_is_help=True,
+)
+app.add_typer(recipe_app, name="recipe", rich_help_panel=MAKE)
 
 
 @recipe_app.command("list")
 def recipe_list(json: Json = False) -> None:
-    """The shipped recipes with one line each."""
+    """The shipped recipes with one line each.
+
+    \b
+    underpar recipe list
+    """
     from underpar.recipe import list_recipes
 
-    found = list_recipes()
-    show_json(found) if json else show_table("recipes", ("name", "what"), found.items())
+    recipes = list_recipes()
+    show_json(recipes) if json else show_table("recipes", ("name", "what"), recipes.items())
 
 
 @recipe_app.command("show")
-def recipe_show(recipe: RecipeName, set_: Set = None, json: Json = False) -> None:
-    """The resolved recipe: every value, after bases, overlays and --set."""
+def recipe_show(
+    recipe: RecipeName,
+    forward: Annotated[
+        bool, typer.Option("--forward", help="Print the network as its forward pass runs.")
+    ] = False,
+    set_: Set = None,
+    json: Json = False,
+) -> None:
+    """The resolved recipe: every value, after bases, overlays and --set.
+
+    \b
+    underpar recipe show pr2014
+    underpar recipe show pr2014+cpu --set train.seed=7
+    underpar recipe show pr2014 --forward
+
+    --forward runs the network once, without weights, and prints what it saw: each visit of a
+    block in order, each module and each lever's hook with the shapes of its tensors, then the
+    parameters and forecast bytes per block.
+    """
     from underpar.recipe import to_toml, to_tree
 
     resolved = load_checked(recipe, set_)
-    if json:
+    if forward:
+        from underpar.lab.show_forward import observe_forward
+
+        observed = observe_forward(resolved)
+        show_json(observed.as_dict()) if json else typer.echo(observed.to_text(recipe))
+    elif json:
         show_json({"hash": resolved.hash, **to_tree(resolved)})
     else:
         # Plain, so that the text stays TOML at any width.
         typer.echo(f"# {recipe}, hash {resolved.hash}\n{to_toml(resolved)}")
 
 
-@app.command()
+@app.command(rich_help_panel=MAKE)
 def levers(
     name: Annotated[str | None, typer.Argument(help="A lever; default: a table of all.")] = None,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/levers.md.")] = False,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print the content of docs/levers.md.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """The levers: what each does, where it comes from, why it is legal, what it costs.
@@ -85,8 +117,8 @@ def levers(
 
     cards = all_cards() if name is None else [read_card(name)]
     if json:
-        found = {card.name: asdict(card) for card in cards}
-        show_json(found if name is None else found[name])
+        trees = {card.name: asdict(card) for card in cards}
+        show_json(trees if name is None else trees[name])
     elif markdown:
         typer.echo(lever_docs.to_markdown(cards), nl=False)
     elif name is None:
@@ -96,7 +128,7 @@ def levers(
         show_table(cards[0].what, (name, ""), lever_docs.card_rows(cards[0]))
 
 
-@app.command()
+@app.command(rich_help_panel=MAKE)
 def train(
     recipe: Annotated[
         str | None,
@@ -111,15 +143,18 @@ def train(
         Path | None, typer.Option(help="Continue this run with its own recipe and data.")
     ] = None,
     stop_behind: Annotated[
-        Path | None, typer.Option(help="Stop when worse than this run, from 30 % of the budget on.")
+        Path | None,
+        typer.Option(help="From 30 % of the budget on, stop if the loss is worse than this run's."),
     ] = None,
-    margin: Annotated[float, typer.Option(help="How much worse is hopeless, in nats.")] = 0.1,
+    margin: Annotated[
+        float, typer.Option(help="How much worse, in nats per token, stops it.")
+    ] = 0.1,
     device: Device = "auto",
     attention: Attention = "auto",
     compiled: Compiled = None,
     json: Json = False,
 ) -> None:
-    """Train a recipe inside its budget. A killed run continues with the same command.
+    """Train a recipe within its budget. A killed run continues with the same command.
 
     \b
     underpar train baseline --data data --out runs/mine
@@ -129,7 +164,7 @@ def train(
     from underpar.compile.startup import warm_compiler
     from underpar.core.runtime import open_runtime
 
-    # First of all: workers may take 15 s to start.
+    # First, because the compiler's worker processes may take 15 s to start.
     runtime = open_runtime(device, compiled)
     warm_compiler(runtime)
     from underpar.core.run_folder import RunFolder
@@ -140,7 +175,8 @@ def train(
     reference = None
     if stop_behind is not None:
         reference = stage.open_reference(RunFolder(stop_behind), data, margin)
-    summary = stage.train(resolved, data, folder, runtime, json, reference)
+    progress = open_progress(json, runtime)
+    summary = stage.train(resolved, data, folder, runtime, progress, reference)
     if runtime.is_main:
         show_summary(json, str(folder.path), summary)
 
@@ -163,15 +199,15 @@ def _what_to_train(
         resolved = load_checked(recipe, set_)
         out = out or Path("runs") / f"{Path(recipe).stem}-{resolved.hash}"
         return resolved, data, RunFolder(out)
-    given = {"RECIPE": recipe, "--data": data, "--out": out, "--set": set_}
-    names = ", ".join(name for name, value in given.items() if value)
+    options = {"RECIPE": recipe, "--data": data, "--out": out, "--set": set_}
+    names = ", ".join(name for name, value in options.items() if value)
     if names:
         raise RecipeError(f"--resume {resume} has its own recipe and data; leave out {names}")
     run = RunFolder(resume)
     return run.read_recipe(), stage.data_of(run), run
 
 
-@app.command()
+@app.command(rich_help_panel=MAKE)
 def pack(
     run: RunPath,
     cap: Cap = None,
@@ -179,7 +215,8 @@ def pack(
     tokenizer_apart: Annotated[
         bool,
         typer.Option(
-            "--tokenizer-apart", help="Name the tokenizer by its hash; its bytes still count."
+            "--tokenizer-apart",
+            help="Store only the tokenizer's hash in the file; its bytes still count.",
         ),
     ] = False,
     device: Device = "auto",
@@ -192,8 +229,9 @@ def pack(
     underpar pack runs/mine --cap 8000000
     underpar pack runs/mine --set "quant.rules=['blocks.* grid8+columns', '* fp16']"
 
-    Schemes gridS have no size of their own: one constant sets all their steps, and is chosen so
-    that the file fills the cap. A model rounded by 'underpar quantize' is packed as it is.
+    One constant sets the steps of all schemes gridS; it is chosen so that the file fills the cap.
+    A model that 'underpar quantize' rounded with the same weights, rules and cap is not rounded
+    again.
     """
     from underpar.core.run_folder import RunFolder
     from underpar.core.runtime import open_runtime
@@ -201,11 +239,12 @@ def pack(
 
     folder = RunFolder(run)
     part = quant_part(folder, set_)
-    budget = stage.pack(folder, open_runtime(device), cap, part, json, not tokenizer_apart)
+    progress = open_progress(json)
+    budget = stage.pack(folder, open_runtime(device), cap, part, progress, not tokenizer_apart)
     _show_budget(budget, str(folder.artifact_file), json)
 
 
-@app.command()
+@app.command(rich_help_panel=MAKE)
 def calibrate(
     run: RunPath,
     data: Annotated[
@@ -213,19 +252,22 @@ def calibrate(
     ] = None,
     source: Annotated[
         str,
-        typer.Option("--text", help="train, or self for text that the model writes (slower)."),
+        typer.Option(
+            "--text", help="train, or self: text that the model writes (slower); default: recipe's."
+        ),
     ] = "",
     device: Device = "auto",
     json: Json = False,
 ) -> None:
-    """Measure what a run's matrices meet and what their errors cost: RUN/calibration.safetensors.
+    """Measure the inputs of a run's matrices and what errors in them cost: calibration.safetensors.
 
     \b
     underpar calibrate runs/mine
     underpar calibrate runs/mine --text self
 
-    'underpar train' does it at the end of a run whose rules need it, inside the budget where the
-    recipe keeps train.reserve_seconds. Held-out text cannot be named.
+    'underpar train' calls this at the end of a run whose quantization rules need it. The seconds
+    count as training; train.reserve_seconds keeps a part of the budget for them. Held-out text is
+    never read.
     """
     from underpar.core.run_folder import RunFolder
     from underpar.core.runtime import open_runtime
@@ -234,11 +276,11 @@ def calibrate(
 
     folder = RunFolder(run)
     data = data or data_of(folder)
-    found = run_stage(folder, data, open_runtime(device), source)
-    show_summary(json, str(folder.calibration_file), found)
+    summary = run_stage(folder, data, open_runtime(device), source)
+    show_summary(json, str(folder.calibration_file), summary)
 
 
-@app.command()
+@app.command(rich_help_panel=MAKE)
 def quantize(
     run: RunPath,
     cap: Cap = None,
@@ -252,24 +294,25 @@ def quantize(
     underpar quantize runs/mine
     underpar quantize runs/mine --set "quant.rules=['blocks.* gptq6:12.85', '* fp16']"
 
-    'underpar pack' does it too, where it was not done with the same weights, rules and cap.
+    'underpar pack' calls this too, unless it was done with the same weights, rules and cap.
     """
     from underpar.core.run_folder import RunFolder
     from underpar.core.runtime import open_runtime
     from underpar.stages import pack as stage
 
     folder = RunFolder(run)
-    found = stage.quantize(folder, open_runtime(device), cap, quant_part(folder, set_), json)
-    show_summary(json, str(folder.quantized_file), found)
+    part = quant_part(folder, set_)
+    summary = stage.quantize(folder, open_runtime(device), cap, part, open_progress(json))
+    show_summary(json, str(folder.quantized_file), summary)
 
 
-@app.command()
+@app.command(rich_help_panel=MAKE)
 def unpack(
     artifact: ArtifactPath,
     out: Annotated[Path, typer.Option(help="A .safetensors file.")],
     json: Json = False,
 ) -> None:
-    """The weights of an artifact as they are scored, in fp32, for other tools.
+    """Write the weights of an artifact in fp32, exactly as they are scored, for other tools.
 
     \b
     underpar unpack runs/mine/model.upar --out weights.safetensors
@@ -279,14 +322,21 @@ def unpack(
     show_summary(json, str(out), unpack_artifact(artifact, out))
 
 
-@app.command()
+@app.command(rich_help_panel=MAKE)
 def size(
     recipe: RecipeName,
     tokenizer: Annotated[Path | None, typer.Option(help="Count this tokenizer's bytes.")] = None,
     set_: Set = None,
     json: Json = False,
 ) -> None:
-    """Forecast a recipe's bytes before training, by packing random weights of its shapes."""
+    """Forecast a recipe's bytes before training, by packing random weights of its shapes.
+
+    \b
+    underpar size pr2014
+    underpar size baseline --tokenizer data/tokenizer.model --set limits.cap_bytes=8000000
+
+    Exit code 2 if the forecast is over the cap.
+    """
     from underpar.stages.pack import forecast_size
 
     budget = forecast_size(load_checked(recipe, set_), tokenizer)
@@ -303,16 +353,42 @@ def _show_budget(budget: Budget, title: str, json: bool) -> None:
     show_table(f"{title}: {budget.num_weights:,} weights", ("what", "bytes#"), rows)
 
 
-@app.command()
+@app.command(rich_help_panel=MAKE)
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for data and run.")] = Path("demo"),
     set_: Set = None,
     json: Json = False,
 ) -> None:
-    """Everything end to end on the embedded corpus, on a CPU, in under three minutes."""
+    """Everything end to end on the embedded corpus, on a CPU, in under three minutes.
+
+    \b
+    underpar demo
+    underpar demo --out short --set train.budget_seconds=15
+
+    Builds data, trains, packs, scores twice, audits, compresses, generates and writes a report.
+    Exit code 1 if the audit fails.
+    """
     from underpar.stages.demo import run_demo
 
-    result = run_demo(load_checked("demo", set_), out, quiet=json)
-    if json:
-        show_json(result)
+    result = run_demo(load_checked("demo", set_), out, open_progress(json))
+    show_json(result) if json else _show_demo(result)
     raise typer.Exit(1 if result["audit"] == "fail" else 0)
+
+
+def _show_demo(result: dict[str, Any]) -> None:
+    plain, adapted, coded = result["plain"], result["adapted"], result["document"]
+    saved = 100 - plain["percent_of_xz"]
+    rows = [
+        ("held-out text", f"{plain['documents']} documents, {plain['bytes']:,} bytes"),
+        ("xz -9, all in one file", f"{plain['xz_bpb']:.4f} bits per byte"),
+        ("model", f"{plain['bpb']:.4f} bits per byte, {saved:.1f} % fewer than xz"),
+        ("model, adapting as it reads", f"{adapted['bpb']:.4f} bits per byte"),
+        ("model with its own bytes", f"{plain['bpb_with_artifact']:.4f} bits per byte"),
+        ("artifact and code", f"{result['total_bytes']:,} bytes"),
+        ("audit", result["audit"]),
+        ("one document", f"{coded['raw_bytes']:,} -> {coded['compressed_bytes']:,} bytes and back"),
+        ("report", result["report"]),
+        ("seconds", f"{result['seconds']:.0f}"),
+    ]
+    show_table("demo", ("what", "result"), rows)
+    OUT.print(result["text"], markup=False)

@@ -1,4 +1,4 @@
-"""What commands share: option types, the app they hang on, how a summary is shown."""
+"""What commands share: the app, its panels, option types, how a summary is shown."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
-from underpar.core.console import show_json, show_pairs
+from underpar.cli.console import show_json, show_pairs
 
 if TYPE_CHECKING:
     from underpar.core.run_folder import RunFolder
@@ -15,8 +16,23 @@ if TYPE_CHECKING:
     from underpar.recipe import Recipe
     from underpar.schema import QuantPart
 
+MAKE, JUDGE, USE, DATA, LAB = "Make a model", "Judge it", "Use it", "Data", "Lab"
+PANELS = (MAKE, JUDGE, USE, DATA, LAB)
+
+
+class ByPanel(TyperGroup):
+    """Lists commands panel by panel, in the order of `PANELS`."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Names of all commands."""
+        panels = {name: getattr(c, "rich_help_panel", None) for name, c in self.commands.items()}
+        return sorted(panels, key=lambda name: PANELS.index(str(panels[name])))
+
+
 app = typer.Typer(
+    cls=ByPanel,
     help="Make the best language model that fits in a byte budget, and prove its score.",
+    epilog="Start with: underpar demo. Every command explains itself: underpar train --help",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -24,16 +40,21 @@ app = typer.Typer(
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document for machines.")]
 Set = Annotated[
-    list[str] | None, typer.Option("--set", help="Change a recipe value: train.matrix_lr=0.02")
+    list[str] | None,
+    typer.Option("--set", help="Change a recipe value, may be repeated: train.matrix_lr=0.02"),
 ]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
+Device = Annotated[
+    str, typer.Option(help="auto, cpu, cuda or mps; auto takes a CUDA GPU if there is one.")
+]
 Attention = Annotated[
     str,
     typer.Option(help="auto, or a backend that 'underpar doctor' lists: fa4, flash, sdpa..."),
 ]
 Compiled = Annotated[
     bool | None,
-    typer.Option("--compile/--no-compile", help="Compile what learns; default: on a GPU."),
+    typer.Option(
+        "--compile/--no-compile", help="Compile training and adaptation; default: only on a GPU."
+    ),
 ]
 RecipeName = Annotated[
     str, typer.Argument(help="A shipped recipe or a .toml file; stack overlays: baseline+cpu")
@@ -43,8 +64,27 @@ ArtifactPath = Annotated[Path, typer.Argument(help="A .upar file made by 'underp
 RunPath = Annotated[Path, typer.Argument(help="A folder made by 'underpar train'.")]
 
 
+def takes_words(option: str) -> type[TyperCommand]:
+    """A command whose `option` takes all words up to the next option: `compare A --with B C`."""
+
+    class TakesWords(TyperCommand):
+        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+            # The parser understands an option that is repeated before each of its words.
+            spelled: list[str] = []
+            inside = False
+            for word in args:
+                if word.startswith("--"):
+                    inside = word == option
+                    spelled += [] if inside else [word]
+                else:
+                    spelled += [option, word] if inside else [word]
+            return super().parse_args(ctx, spelled)
+
+    return TakesWords
+
+
 def choose_attention(name: str, runtime: Runtime) -> None:
-    """Choose the attention backend of this process; one that cannot be had is an error."""
+    """Choose the attention backend of this process; an unavailable one is an error."""
     from underpar.compile.startup import wait_for_workers
     from underpar.kernels.attention import set_backend, set_backend_aside
 
@@ -55,12 +95,12 @@ def choose_attention(name: str, runtime: Runtime) -> None:
 
 
 def show_summary(json: bool, title: str, summary: dict[str, Any]) -> None:
-    """Names and values as a table, or as JSON."""
+    """Print names and values as a table, or as JSON."""
     show_json(summary) if json else show_pairs(title, summary)
 
 
 def quant_part(folder: RunFolder, overrides: list[str] | None) -> QuantPart | None:
-    """The [quant] section of a run with changes; None without any."""
+    """The [quant] section of a run with the changes of --set; None without changes."""
     from underpar.build.model import weight_shapes
     from underpar.errors import RecipeError
     from underpar.quant.rules import check_rules
@@ -78,7 +118,7 @@ def quant_part(folder: RunFolder, overrides: list[str] | None) -> QuantPart | No
 
 
 def load_checked(name: str, overrides: list[str] | None) -> Recipe:
-    """The resolved recipe, with the names and settings of its levers checked."""
+    """The resolved recipe; its levers, their settings and its quantization rules are checked."""
     from underpar.build.levers import resolve_levers
     from underpar.build.model import weight_shapes
     from underpar.quant.rules import check_rules

@@ -8,11 +8,11 @@ from typing import Annotated
 
 import typer
 
-from underpar.cli.options import ArtifactPath, Device, Json, app, show_summary
-from underpar.core.console import show_json
+from underpar.cli.console import open_progress, show_json
+from underpar.cli.options import USE, ArtifactPath, Device, Json, app, show_summary
 
 
-@app.command()
+@app.command(rich_help_panel=USE)
 def compress(
     artifact: ArtifactPath,
     source: Annotated[Path, typer.Argument(metavar="IN", help="Any file.")],
@@ -20,26 +20,39 @@ def compress(
     device: Device = "cpu",
     json: Json = False,
 ) -> None:
-    """Compress a file with the artifact's predictions; it is decoded again before success."""
+    """Compress a file with the artifact's predictions; the result is decoded as a check.
+
+    \b
+    underpar compress runs/mine/model.upar book.txt book.upz
+
+    Text like the training text gets the smallest. Any bytes can be compressed.
+    """
     from underpar.core.runtime import open_runtime
     from underpar.stages import use
 
-    summary = use.compress(artifact, source, out, open_runtime(device), quiet=json)
+    summary = use.compress(artifact, source, out, open_runtime(device), open_progress(json))
     show_summary(json, f"{source} -> {out}", summary)
 
 
-@app.command()
+@app.command(rich_help_panel=USE)
 def decompress(
     artifact: ArtifactPath,
     source: Annotated[Path, typer.Argument(metavar="IN", help="A file made by 'compress'.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Where the original goes.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The file to restore.")],
     any_machine: Annotated[
-        bool, typer.Option(help="Try although it was compressed on other software.")
+        bool, typer.Option(help="Try even if the file was compressed with other software.")
     ] = False,
     device: Device = "cpu",
     json: Json = False,
 ) -> None:
-    """Give back the file that was compressed with the same artifact."""
+    """Give back the file that was compressed with the same artifact.
+
+    \b
+    underpar decompress runs/mine/model.upar book.upz book.txt
+
+    The file names the artifact and the software that wrote it; others are refused, because other
+    software may round probabilities differently. A checksum guards the result.
+    """
     from underpar.core.runtime import open_runtime
     from underpar.stages import use
 
@@ -47,18 +60,27 @@ def decompress(
     show_summary(json, f"{source} -> {out}", summary)
 
 
-@app.command()
+@app.command(rich_help_panel=USE)
 def generate(
     artifact: ArtifactPath,
     prompt: Annotated[str, typer.Argument(help="Text to continue.")] = "",
-    max_tokens: Annotated[int, typer.Option(help="Stop after so many tokens.")] = 200,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.8,
-    top_p: Annotated[float, typer.Option(help="Keep the likeliest share of tokens.")] = 0.95,
-    seed: Annotated[int, typer.Option(help="Same seed, same text.")] = 0,
+    max_tokens: Annotated[int, typer.Option(help="Stop after this many tokens.")] = 200,
+    temperature: Annotated[
+        float, typer.Option(help="Lower is safer; 0 always takes the likeliest token.")
+    ] = 0.8,
+    top_p: Annotated[
+        float, typer.Option(help="Draw from the likeliest tokens with this much probability.")
+    ] = 0.95,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
     device: Device = "cpu",
     json: Json = False,
 ) -> None:
-    """Write text with an artifact, as it comes."""
+    """Write text with an artifact, and print it as it comes.
+
+    \b
+    underpar generate runs/mine/model.upar "The government"
+    underpar generate runs/mine/model.upar "The" --max-tokens 50 --temperature 0 --seed 1
+    """
     from underpar import load
 
     options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 
-class Later:
+class LazyKernel:
     """Stands for a kernel, by name in the module that runs it, until it is asked for."""
 
     def __init__(self, future: Any, scope: dict[str, Any], name: str) -> None:
@@ -46,7 +46,7 @@ def kernels_later() -> Iterator[None]:
         yield
         return
     own = getattr(AsyncCompile, wait)
-    setattr(AsyncCompile, wait, _put_off)
+    setattr(AsyncCompile, wait, _make_lazy)
     try:
         with config.patch({lazy: True}):
             yield
@@ -54,10 +54,10 @@ def kernels_later() -> Iterator[None]:
         setattr(AsyncCompile, wait, own)
 
 
-def _put_off(_: Any, scope: dict[str, Any]) -> None:
+def _make_lazy(_: Any, scope: dict[str, Any]) -> None:
     for name, value in scope.items():
         if hasattr(value, "result"):
-            scope[name] = Later(value, scope, name)
+            scope[name] = LazyKernel(value, scope, name)
 
 
 def outputs_like(graph: fx.GraphModule, args: Sequence[Any]) -> Any:

@@ -1,13 +1,17 @@
-"""The compiled model: regions of it that look alike are compiled once.
+"""A network compiled region by region, with one graph for all regions that look alike.
 
-Embedding, what levers do before a visit, each visit of a block and the loss are regions of their
-own, so the order of visits is no part of any graph: a loop that is switched on compiles nothing
-new, and layers that differ only in their weights share one graph. What crosses a region is, but for
-what skips make, what one graph for all would store anyway, and the rotary tables are better stored
-than computed again in every layer, as such a graph does.
+Embedding, what levers do before a visit, each visit of a block, and the loss are regions. The loop
+over blocks is not compiled (`GPT.run_blocks`), so turning a depth loop on compiles nothing new, and
+layers that differ only in their weights share a graph. README.md in this folder has the reasons and
+the prices.
 
-Layers also differ in what levers do around attention and MLP. Where steps are short and compiling
-counts, these two alone are regions (`Branches`): fewer and smaller graphs, and less that is fused.
+Three runners, all in place of `model.network.EAGER`:
+
+| runner         | regions                    | traced by        | used for                      |
+|----------------|----------------------------|------------------|-------------------------------|
+| TracedRun      | whole visits               | our own tracer   | training                      |
+| DynamoVisits   | whole visits               | torch's Dynamo   | adapting, windows read again  |
+| DynamoBranches | attention and MLP branches | torch's Dynamo   | adapting, short steps         |
 """
 
 from __future__ import annotations
@@ -18,219 +22,254 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves, tree_map
 
 from underpar.compile.deferred import kernels_later, outputs_like
-from underpar.compile.tracer import Compiler, Recorded, autocasts, settings_of
-from underpar.data.loader import Batch
-from underpar.kernels.capped import capped_cross_entropy
-from underpar.model.gpt import GPT, Block
+from underpar.compile.tracer import Compiler, Traced, autocasts, settings_of
 from underpar.model.kv_cache import PackedCache
+from underpar.model.network import Eager, Network
 from underpar.seams import KVCache, Stream, Visit
 
-# Visits are traced one by one, which is quick, and a plan may be long.
+# Dynamo gives up on a function after eight traces. Each visit of a long plan is one.
 MOST_TRACES = 4096
 DYNAMO = {
     "recompile_limit": MOST_TRACES,
     "accumulated_recompile_limit": MOST_TRACES,
-    # A visit changes the stream, as it should: to report where takes a twentieth of its trace.
+    # A visit changes the stream on purpose. Reporting every change takes 5 % of a trace.
     "side_effect_replay_policy": "silent",
 }
-# Fused norms with column sums spill registers: 8 % of a step (PR 1420, pytorch#179423).
+# Inductor's fusion of norms with column sums spills registers: 8 % of a step (PR 1420,
+# pytorch#179423).
 INDUCTOR = {"triton.mix_order_reduction": False}
 
 
-class Regions(ABC):
-    """Compiles a model region by region."""
+class CompiledRun(Eager, ABC):
+    """Runs the parts of a forward pass as compiled regions."""
+
+    fused = True
 
     def __init__(self) -> None:
         self._sharing = Sharing(_inductor)
+        self._regions: dict[Callable[..., Any], Callable[..., Any]] = {}
 
     @property
     def num_graphs(self) -> int:
-        """Graphs compiled so far; equal ones are one."""
+        """Graphs compiled so far; equal graphs count once."""
         return self._sharing.num_graphs
 
-    @abstractmethod
     def region(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, compiled; it shares graphs with the others."""
+        """The function, compiled. It is traced once per kind of arguments."""
+        if function not in self._regions:
+            self._regions[function] = self._compile(function)
+        return self._regions[function]
 
     @abstractmethod
-    def _read(self, model: GPT, tokens: Tensor, cache: KVCache) -> Stream: ...
-
-    def read(self, model: GPT, tokens: Tensor, cache: KVCache) -> Stream:
-        """The stream behind the last visit of a block."""
-        self._sharing.begin()
-        return self._read(model, tokens, cache)
+    def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]: ...
 
     @contextmanager
-    def hollow(self) -> Iterator[None]:
+    def trace_only(self) -> Iterator[None]:
         """Inside, passes trace and compile, and compute nothing (`compile/deferred.py`)."""
-        self._sharing.is_hollow = True
+        self._sharing.is_trace_only = True
         try:
             with kernels_later():
                 yield
         finally:
-            self._sharing.is_hollow = False
+            self._sharing.is_trace_only = False
 
 
-class Recordings(Regions):
-    """For passes of equal sizes, as training has them: recorded (`compile/tracer.py`).
+class TracedRun(CompiledRun):
+    """For passes over packs of few sizes, as in training. Our own tracer traces them.
 
-    What levers do before a visit is a region of its own, so that visits with and without it share
-    their graph.
+    What levers do before a visit is a region of its own. Visits with and without it then share the
+    graph of the visit itself.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        # Of the network in this pass: part of what a graph is found by.
         self._settings: Hashable = None
-        self._embed = self.region(_embed)
-        self._prepare = self.region(partial(_apart, GPT.prepare))
-        self._take = self.region(partial(_apart, GPT.take))
 
-    def region(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, compiled; it shares graphs with the others, and changes no argument."""
-        recorded = Recorded(function, self._sharing)
-        return lambda *args: recorded(*args, settings=self._settings)
+    def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A traced function may change no argument: it gets copies, and returns what it made."""
+        traced = Traced(function, self._sharing)
+        return lambda *args: traced(*args, settings=self._settings)
 
-    def _read(self, model: GPT, tokens: Tensor, cache: KVCache) -> Stream:
-        self._settings = settings_of(model)
-        x, start, angles = self._embed(model, tokens, cache)
-        # Positions alone depend on the context: visits have none, so that they serve all contexts.
-        within = copy(cache)
-        del within.context
-        stream = Stream(x, start, tokens, within, angles)
-        for visit in model.plan:
-            for region in (self._prepare, self._take):
-                # Another object: one that is kept elsewhere too would make this visit special.
-                stream.x = stream.x.view_as(stream.x)
-                stream.x, stream.kept = region(model, visit, stream)
-        return stream
+    def embed(self, network: Network, tokens: Tensor, cache: KVCache) -> Stream:
+        """The stream that the first block reads, whose cache does not tell the context."""
+        assert isinstance(cache, PackedCache)
+        self._sharing.begin_pass()
+        self._settings = settings_of(network)
+        # One graph serves all numbers of pieces.
+        mark_sized(cache.cu)
+        x, start, angles = self.region(_embed)(network, tokens, cache)
+        # Every attribute of the cache is part of what a graph is found by. Visits do not read the
+        # context, so it is taken away: one graph then serves all contexts, and a visit that reads
+        # the context after all is an AttributeError instead of a wrong result.
+        without_context = copy(cache)
+        del without_context.context
+        return Stream(x, start, tokens, without_context, angles)
+
+    def before_block(self, network: Network, visit: Visit, stream: Stream) -> None:
+        """Apply what levers do to the stream before a visit: a region."""
+        self._advance(_before_block, network, visit, stream)
+
+    def block(self, network: Network, visit: Visit, stream: Stream) -> None:
+        """Take the stream through a visit of a block: a region."""
+        self._advance(_block, network, visit, stream)
+
+    def _advance(
+        self, part: Callable[..., Any], network: Network, visit: Visit, stream: Stream
+    ) -> None:
+        stream.x = another_object(stream.x)
+        stream.x, stream.kept = self.region(part)(network, visit, stream)
+
+    def end(
+        self, function: Callable[..., Any], network: Network, stream: Stream, *rest: Any
+    ) -> Any:
+        """What a function makes of the stream after the last block: a region."""
+        return super().end(self.region(function), network, stream, *rest)
 
 
-def _embed(model: GPT, tokens: Tensor, cache: KVCache) -> tuple[Any, ...]:
-    stream = model.embed(tokens, cache)
+def _embed(network: Network, tokens: Tensor, cache: KVCache) -> tuple[Any, ...]:
+    stream = network.embed(tokens, cache)
     return stream.x, stream.start, stream.angles
 
 
-def _apart(
-    part: Callable[..., None], model: GPT, visit: Visit, stream: Stream
-) -> tuple[Tensor, dict[str, Any]]:
-    """A part of a visit that leaves the stream as it was."""
-    own = replace(stream, kept=tree_map(lambda kept: kept, stream.kept))
-    part(model, visit, own)
-    return own.x, own.kept
+def _before_block(network: Network, visit: Visit, stream: Stream) -> tuple[Tensor, dict[str, Any]]:
+    stream = _copy_of(stream)
+    network.before_block(visit, stream)
+    return stream.x, stream.kept
 
 
-class Traced(Regions):
-    """For passes whose past is more than a pack: traced by Dynamo; a break is an error."""
+def _block(network: Network, visit: Visit, stream: Stream) -> tuple[Tensor, dict[str, Any]]:
+    stream = _copy_of(stream)
+    network.run_block(visit, stream)
+    return stream.x, stream.kept
 
-    def region(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, compiled; it shares graphs with the others."""
-        return torch.compile(function, fullgraph=True, dynamic=False, backend=self._sharing)
 
-    def read(self, model: GPT, tokens: Tensor, cache: KVCache) -> Stream:
-        """The stream behind the last visit of a block."""
+def _copy_of(stream: Stream) -> Stream:
+    return replace(stream, kept=tree_map(lambda kept: kept, stream.kept))
+
+
+def another_object(x: Tensor) -> Tensor:
+    """The same tensor as a new object.
+
+    Tracers tell an argument that is given twice from two arguments. A stream whose x is also kept
+    by a skip would so make this one visit special, with a graph of its own.
+    """
+    return x.view_as(x)
+
+
+class DynamoRun(CompiledRun):
+    """For passes whose cache is more than a pack. Dynamo traces them; a graph break is an error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Not every version of torch has all of them.
         config = torch._dynamo.config
-        # Not every version has all of them.
-        with config.patch({name: DYNAMO[name] for name in DYNAMO if hasattr(config, name)}):
-            return super().read(model, tokens, cache)
+        self._config = config.patch({k: v for k, v in DYNAMO.items() if hasattr(config, k)})
+
+    def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        compiled = torch.compile(function, fullgraph=True, dynamic=False, backend=self._sharing)
+
+        def call(*args: Any) -> Any:
+            with self._config:
+                return compiled(*args)
+
+        return call
+
+    def end(
+        self, function: Callable[..., Any], network: Network, stream: Stream, *rest: Any
+    ) -> Any:
+        """What a function makes of the stream after the last block: a region."""
+        return super().end(self.region(function), network, stream, *rest)
 
 
-class Visits(Traced):
+class DynamoVisits(DynamoRun):
     """Whole visits as regions; the number of tokens differs from pass to pass."""
 
     def __init__(self) -> None:
         super().__init__()
-        # Functions of this object: their traces are not those of another.
-        self._embed = self.region(lambda model, tokens, cache: model.embed(tokens, cache))
-        self._take = self.region(lambda model, visit, stream: model.visit(visit, stream))
+        # Functions of this object: Dynamo keeps traces by function, and two runners share none.
+        self._embed = self._compile(lambda network, *args: network.embed(*args))
+        self._visit = self._compile(_visit)
 
-    def _read(self, model: GPT, tokens: Tensor, cache: KVCache) -> Stream:
+    def embed(self, network: Network, tokens: Tensor, cache: KVCache) -> Stream:
+        """The stream that the first block reads: a region."""
+        self._sharing.begin_pass()
         mark_sized(tokens, cache.positions)
-        stream: Stream = self._embed(model, tokens, cache)
-        for visit in model.plan:
-            # Another object, as above.
-            stream.x = stream.x.view_as(stream.x)
-            self._mark(stream)
-            self._take(model, visit, stream)
-        self._mark(stream)
+        stream: Stream = self._embed(network, tokens, cache)
         return stream
 
-    def _mark(self, stream: Stream) -> None:
-        mark_sized(*tree_leaves((stream.x, stream.start, stream.angles, stream.kept)))
+    def before_block(self, network: Network, visit: Visit, stream: Stream) -> None:
+        """Nothing: it is part of the region of the visit."""
+
+    def block(self, network: Network, visit: Visit, stream: Stream) -> None:
+        """Take the stream through a visit of a block, levers included: a region."""
+        stream.x = another_object(stream.x)
+        _mark_stream(stream)
+        self._visit(network, visit, stream)
+
+    def end(
+        self, function: Callable[..., Any], network: Network, stream: Stream, *rest: Any
+    ) -> Any:
+        """What a function makes of the stream after the last block: a region."""
+        _mark_stream(stream)
+        return super().end(function, network, stream, *rest)
 
 
-class Branches(Traced):
-    """Attention and MLP as regions; what is around them is not compiled."""
+def _visit(network: Network, visit: Visit, stream: Stream) -> None:
+    network.before_block(visit, stream)
+    network.run_block(visit, stream)
+
+
+def _mark_stream(stream: Stream) -> None:
+    mark_sized(*tree_leaves((stream.x, stream.start, stream.angles, stream.kept)))
+
+
+class DynamoBranches(DynamoRun):
+    """Attention and MLP branches as regions; what is around them is not compiled.
+
+    Fewer and smaller graphs, which compile in half the time; less is fused.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._branches = {
-            "attend": self.region(lambda block, *given: Block.attend(block, *given)),
-            "think": self.region(lambda block, *given: Block.mlp_branch(block, *given)),
-        }
+        # Functions of this object, as above.
+        self._attention = self._compile(lambda block, *args: block.attend(*args))
+        self._mlp = self._compile(lambda block, *args: block.mlp_branch(*args))
 
-    def _read(self, model: GPT, tokens: Tensor, cache: KVCache) -> Stream:
-        stream = model.embed(tokens, cache)
-        # Where the embedding does not learn, too: else the first attention were a graph of its own.
+    def embed(self, network: Network, tokens: Tensor, cache: KVCache) -> Stream:
+        """The stream that the first block reads, computed eagerly."""
+        self._sharing.begin_pass()
+        if isinstance(cache, PackedCache):
+            # One graph serves all numbers of pieces.
+            mark_sized(cache.cu)
+        stream = network.embed(tokens, cache)
+        # Even if the embedding does not learn: else the first attention had a graph of its own.
         stream.x.requires_grad_(torch.is_grad_enabled())
-        with self._in_place(model):
-            for visit in model.plan:
-                model.visit(visit, stream)
         return stream
 
-    @contextmanager
-    def _in_place(self, model: GPT) -> Iterator[None]:
-        """Inside, the model's blocks call their regions."""
-        pairs = [(block, name) for block in model.blocks for name in self._branches]
-        for block, name in pairs:
-            setattr(block, name, partial(self._run, name, block))
-        try:
-            yield
-        finally:
-            for block, name in pairs:
-                delattr(block, name)
+    def attention(self, block: Any, x: Tensor, visit: Visit, stream: Stream) -> Tensor:
+        """What the attention branch of a block adds: a region."""
+        y: Tensor = self._attention(block, another_object(x), visit, stream)
+        return y
 
-    def _run(self, name: str, block: nn.Module, x: Tensor, *rest: Any) -> Tensor:
-        # Another object: one that is kept elsewhere too would make this visit special.
-        y: Tensor = self._branches[name](block, x.view_as(x), *rest)
+    def mlp(self, block: Any, x: Tensor, visit: Visit) -> Tensor:
+        """What the MLP branch of a block adds: a region."""
+        y: Tensor = self._mlp(block, another_object(x), visit)
         return y
 
 
 def mark_sized(*tensors: Tensor | None) -> None:
-    """Have the first dimension of each differ from pass to pass."""
+    """Say that the first dimension of each differs from pass to pass: one graph for all sizes."""
     for tensor in tensors:
         if tensor is not None:
             torch._dynamo.mark_dynamic(tensor, 0)
-
-
-class CompiledLoss:
-    """The mean loss of a model on a batch, compiled."""
-
-    def __init__(self) -> None:
-        self.regions: Regions = Recordings()
-        self._end = self.regions.region(_end)
-
-    def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Mean nats a target."""
-        assert isinstance(model, GPT)
-        # The number of pieces alone differs from batch to batch: one graph for all of them.
-        torch._dynamo.mark_dynamic(batch.segments.cu, 0)
-        stream = self.regions.read(model, batch.inputs, PackedCache(batch.segments))
-        loss: Tensor = self._end(model, stream, batch.targets)
-        return loss
-
-
-def _end(model: Any, stream: Any, targets: Tensor) -> Tensor:
-    # A copy: to finish a stream is to change it.
-    stream = replace(stream)
-    return capped_cross_entropy(model.head(model.finish(stream)), targets, model.spec.softcap)
 
 
 def _inductor(graph: fx.GraphModule, inputs: list[Any]) -> Any:
@@ -251,7 +290,7 @@ class Sharing:
 
     def __init__(self, compiler: Compiler) -> None:
         self.num_graphs = 0
-        self.is_hollow = False
+        self.is_trace_only = False
         self._compiler = compiler
         self._known: dict[object, Callable[..., Any]] = {}
         # Of one pass through the model: weight -> its rows.
@@ -275,11 +314,11 @@ class Sharing:
 
         def call(*args: Any) -> Any:
             whole = (*args, *(self._row(args[place], row) for place, row in rows))
-            return outputs_like(graph, whole) if self.is_hollow else run(*whole)
+            return outputs_like(graph, whole) if self.is_trace_only else run(*whole)
 
         return call
 
-    def begin(self) -> None:
+    def begin_pass(self) -> None:
         """Begin another pass: weights may have changed."""
         self._rows.clear()
 

@@ -1,4 +1,4 @@
-"""Functions of a model as graphs, recorded while they run once on tensors without values.
+"""Functions of a model as graphs, traced while they run once on tensors without values.
 
 Dynamo reads bytecode, and writes down what must hold for a graph to be used again. A model is
 plainer: what it computes follows from its arguments and from its modules' own settings, which are
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -20,15 +19,13 @@ from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from underpar.kernels.capped import recorded
-
 # A graph and what stands for its inputs -> the function that runs it.
 Compiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 # Where an input is found: its place among the arguments' tensors, or a module's table and a name.
 Source = int | tuple[Mapping[str, Any], str]
 
 
-class Recorded:
+class Traced:
     """A function of modules, tensors and what holds them; compiled for each kind of arguments.
 
     It changes no argument and returns tensors and plain values, in tuples and dictionaries.
@@ -43,25 +40,25 @@ class Recorded:
         tensors: list[Tensor] = []
         kind = (settings, torch.is_grad_enabled(), autocasts(), *_kinds(args, tensors))
         if kind not in self._known:
-            self._known[kind] = self._record(args, tensors)
+            self._known[kind] = self._trace(args, tensors)
         return self._known[kind](tensors)
 
-    def _record(
+    def _trace(
         self, args: tuple[Any, ...], tensors: list[Tensor]
     ) -> Callable[[Sequence[Tensor]], Any]:
-        recorder = Recorder(tensors, [arg for arg in args if isinstance(arg, nn.Module)])
-        with recorder.recording():
+        tracer = Tracer(tensors, [arg for arg in args if isinstance(arg, nn.Module)])
+        with tracer:
             returned = self._function(*args)
         leaves, form = tree_flatten(returned)
         # What is passed through takes no part in the graph; what is returned twice is made once.
-        made = list({id(leaf): leaf for leaf in leaves if recorder.made(leaf)}.values())
+        made = list({id(leaf): leaf for leaf in leaves if tracer.made(leaf)}.values())
         plain = {id(leaf): leaf for leaf in leaves if not isinstance(leaf, Tensor)}
-        others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not recorder.made(leaf)]
-        passed = {id(leaf): recorder.source(leaf) for leaf in others}
+        others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not tracer.made(leaf)]
+        passed = {id(leaf): tracer.source(leaf) for leaf in others}
         # Nothing may be left to compute.
-        graph = recorder.graph_of(made)
-        run = self._compiler(graph, recorder.examples) if made else lambda *_: ()
-        inputs, order = recorder.sources, [id(leaf) for leaf in leaves]
+        graph = tracer.graph_of(made)
+        run = self._compiler(graph, tracer.examples) if made else lambda *_: ()
+        inputs, order = tracer.sources, [id(leaf) for leaf in leaves]
         names = [id(leaf) for leaf in made]
 
         def replay(tensors: Sequence[Tensor]) -> Any:
@@ -131,7 +128,7 @@ def _sizes(tensor: Tensor) -> tuple[int | None, ...]:
     return tuple(None if dim in varying else size for dim, size in enumerate(tensor.shape))
 
 
-class Recorder(TorchFunctionMode):
+class Tracer(TorchFunctionMode):
     """Notes operations; tensors from outside become inputs in the order of their first use."""
 
     def __init__(self, tensors: Sequence[Tensor], modules: Sequence[nn.Module]) -> None:
@@ -157,16 +154,6 @@ class Recorder(TorchFunctionMode):
         }
         self._places |= {id(tensor): i for i, tensor in reversed(list(enumerate(tensors)))}
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Inside, operations are noted, and code is told that it is compiled."""
-        token = recorded.set(True)
-        try:
-            with self:
-                yield
-        finally:
-            recorded.reset(token)
-
     def made(self, leaf: Any) -> bool:
         """Whether an operation made it."""
         return id(leaf) in self._nodes
@@ -176,7 +163,7 @@ class Recorder(TorchFunctionMode):
         if id(tensor) not in self._places:
             shape = tuple(tensor.shape)
             raise RuntimeError(
-                f"a recorded function reads a tensor {shape} of neither arguments "
+                f"a traced function reads a tensor {shape} of neither arguments "
                 "nor modules; pass it, or register it as a buffer"
             )
         return self._places[id(tensor)]
@@ -191,7 +178,7 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         """Run an operation without values and note it, if tensors come of it."""
         if autocasts() != self._autocasts:
-            raise RuntimeError("a recorded function changes autocast; do so around it")
+            raise RuntimeError("a traced function changes autocast; do so around it")
         args, kwargs = map_aggregate((args, kwargs or {}), self._stand_in)
         with self._fake_mode:
             out = func(*args, **kwargs)

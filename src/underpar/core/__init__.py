@@ -1,1 +1,1 @@
-"""What every stage stands on: the machine, ranks, tensor files, the run folder."""
+"""What every stage uses: runtime, ranks, run folder, tensor files, progress, versions."""

@@ -1,9 +1,9 @@
-"""The few collectives used: what is reduced, and when. Here alone a lost rank is noticed.
+"""Communication between ranks; every error of a lost rank is raised here.
 
-Each step: gradients are summed over ranks after the last micro-batch, Muon's updates are gathered,
-one message for all matrices of a shape, and the main rank's progress is sent to all, so that every
-rank takes the same step with the same rates and stops together. A start: all ranks compare what
-they train, and the main rank sends its checkpoint.
+In each step, gradients are summed over ranks after the last micro-batch, Muon's updates are
+gathered with one message per shape of matrix, and the main rank's progress is sent to all ranks:
+all take the same step with the same learning rates, and stop together. At the start, all ranks
+compare what they are about to train, and the main rank sends its checkpoint.
 """
 
 from __future__ import annotations
@@ -27,41 +27,43 @@ from underpar.errors import RunError
 
 T = TypeVar("T")
 
-# A single rank: nothing is sent, so its device does not matter.
+# A single rank. It sends nothing, so its device does not matter.
 ALONE = Runtime(torch.device("cpu"))
 
-# Sockets tell of a dead process at once; this is for a node or a rank that hangs. It must outlast
-# a rank that compiles while others need not (151 s for pr2014 on one GPU, longer on eight at once).
+# A dead process is noticed at once, because its sockets close. This limit is for a node or rank
+# that hangs. It must be longer than one rank compiles while the others wait: 151 s for pr2014 on
+# one GPU, more if eight ranks compile at once.
 TIMEOUT = timedelta(minutes=10)
 
-# Sent in place of a value: the main rank has failed.
+# The main rank sends this instead of a value when it has failed.
 FAILED = math.nan
 
 
 @contextmanager
 def process_group(runtime: Runtime) -> Iterator[None]:
-    """Join the ranks that torchrun started, if there is more than one."""
+    """Inside, the ranks that torchrun started can communicate."""
     if runtime.world == 1:
         yield
         return
-    # What ranks say about the run goes by host: no device is waited for, and where NCCL would hang
-    # until the timeout, gloo fails as soon as a rank is gone.
+    # Messages about the run go through the host with gloo: they do not wait for a device, and gloo
+    # fails as soon as a rank is gone, while NCCL hangs until the timeout.
     with _needs_all(runtime):
         store, rank, world = next(dist.rendezvous("env://", timeout=TIMEOUT))
         store = dist.PrefixStore(_meet(store, rank, world), store)
         backend = "cpu:gloo,cuda:nccl" if runtime.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
     yield
-    # Not after an error: NCCL would first wait for messages that never come.
+    # Only without an error: after one, NCCL would wait for messages that never come.
     dist.destroy_process_group()
 
 
 def _meet(store: dist.Store, rank: int, world: int) -> str:
-    """A name for this start of the job, known once every rank that is alive has agreed to it.
+    """A name for this start of the job, on which all living ranks agree.
 
-    torchrun keeps one store over its restarts, in which ranks would find the addresses of the dead
-    (pytorch issue 167288); its count of restarts differs between nodes (pytorch issue 135712). So
-    each process signs in under a new name, and all wait until they have read the same names.
+    torchrun keeps one store over its restarts, in which ranks would find the addresses of dead
+    ranks (pytorch issue 167288), and its count of restarts differs between nodes (pytorch issue
+    135712). So each process signs in under a new random name, and all wait until they have read
+    the same list of names.
     """
     own, deadline = uuid.uuid4().hex, time.monotonic() + TIMEOUT.total_seconds()
     store.set(f"name/{rank}", own)
@@ -78,11 +80,11 @@ def _meet(store: dist.Store, rank: int, world: int) -> str:
 
 @contextmanager
 def _needs_all(runtime: Runtime) -> Iterator[None]:
-    """A collective that fails inside means that a rank is gone."""
+    """Turn a failed collective inside into a RunError that says what to do: a rank is gone."""
     try:
         yield
     except RuntimeError as error:
-        # The first sentence, without the place in gloo's source.
+        # Keep the first sentence, without gloo's source file and line.
         why = re.sub(r"\[\S+\.cc:\d+\] |\n.*|\. .*", "", str(error), flags=re.DOTALL)
         raise RunError(
             f"rank {runtime.rank} of {runtime.world} lost another one ({why}); start the same "
@@ -92,12 +94,12 @@ def _needs_all(runtime: Runtime) -> Iterator[None]:
 
 
 def sum_over_ranks(tensors: Iterable[Tensor], runtime: Runtime) -> None:
-    """Replace each tensor by its sum over ranks, in one flat message."""
+    """Replace each tensor by its sum over ranks; all tensors travel in one message."""
     _reduce(list(tensors), runtime, dist.ReduceOp.SUM)
 
 
 def largest_over_ranks(tensors: Iterable[Tensor], runtime: Runtime) -> None:
-    """Replace each tensor by its largest values over ranks, in one flat message."""
+    """Replace each tensor by its element-wise maximum over ranks; one message."""
     _reduce(list(tensors), runtime, dist.ReduceOp.MAX)
 
 
@@ -112,10 +114,10 @@ def _reduce(parts: list[Tensor], runtime: Runtime, how: dist.ReduceOp.RedOpType)
 
 
 def gather_shares(share: Tensor, runtime: Runtime) -> Tensor:
-    """Every rank's share (B, ...), in rank order, as one (world * B, ...) on every rank.
+    """The shares (B, ...) of all ranks in rank order, as one (world * B, ...), on every rank.
 
-    Called in the optimizer's step, once for each shape of matrix, with the orthogonalized updates
-    in the precision they were computed in: bf16 on a GPU, fp32 elsewhere. Shares are equally long.
+    The optimizer's step calls this once per shape of matrix, with the orthogonalized updates in
+    the precision of their computation: bf16 on a GPU, fp32 elsewhere. All shares have equal length.
     """
     if runtime.world == 1:
         return share
@@ -126,7 +128,7 @@ def gather_shares(share: Tensor, runtime: Runtime) -> Tensor:
 
 
 def from_main(value: float, runtime: Runtime) -> float:
-    """The main rank's value, on every rank; an error where `may_fail` told of one instead."""
+    """The main rank's value, on every rank; a RunError if the main rank failed in `may_fail`."""
     if runtime.world == 1:
         return value
     box = torch.tensor([value], dtype=torch.float64)
@@ -139,19 +141,19 @@ def from_main(value: float, runtime: Runtime) -> float:
 
 @contextmanager
 def may_fail(runtime: Runtime) -> Iterator[None]:
-    """Work of the main rank whose failure ends the others, at their next `from_main`."""
+    """Inside, a failure of the main rank ends the other ranks too, at their next `from_main`."""
     try:
         yield
     except Exception:
         if runtime.is_main:
-            # Whatever else went wrong, the first error is the one to show.
+            # The error to show is the first one, not a failure to report it.
             with suppress(RunError):
                 from_main(FAILED, runtime)
         raise
 
 
 def ask_main(work: Callable[[], T], runtime: Runtime) -> T:
-    """What `work` returns on the main rank, which alone does it; its failure ends every rank."""
+    """Do `work` on the main rank only; every rank gets its result, or ends if it fails."""
     if runtime.world == 1:
         return work()
     box: list[T | None] = [None]
@@ -164,7 +166,7 @@ def ask_main(work: Callable[[], T], runtime: Runtime) -> T:
 
 
 def gather_objects(value: object, runtime: Runtime) -> list[object]:
-    """Every rank's picklable value, in rank order, on every rank."""
+    """The picklable values of all ranks in rank order, on every rank."""
     if runtime.world == 1:
         return [value]
     values: list[object] = [None] * runtime.world
@@ -174,7 +176,7 @@ def gather_objects(value: object, runtime: Runtime) -> list[object]:
 
 
 def require_same(value: object, runtime: Runtime) -> None:
-    """Refuse, on every rank, to go on where ranks differ in what they are about to do."""
+    """Raise an error on every rank if the ranks have different values."""
     values = gather_objects(value, runtime)
     for rank, other in enumerate(values):
         if other != values[0]:
@@ -185,9 +187,9 @@ def require_same(value: object, runtime: Runtime) -> None:
 
 
 def require_on_main(path: Path, runtime: Runtime) -> None:
-    """Refuse, on every rank, a file that others have and the main rank, which reads it, has not.
+    """Raise an error on every rank if only the main rank lacks a file, which it is about to read.
 
-    A restart may make another node's rank the main one. It would begin anew.
+    After a restart the main rank may be on another node. Without the file it would start over.
     """
     here = gather_objects(path.exists(), runtime)
     if True in here and not here[0]:

@@ -1,4 +1,7 @@
-"""The run folder: name and schema of every file a run leaves. The only thing stages share."""
+"""The run folder: the name of every file of a run. Stages share nothing else.
+
+A stage reads files of the stages before it and writes its own, so each can be run again alone.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,12 @@ from underpar.recipe import Recipe, read_recipe_file, to_toml
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:
-    """Write to a temporary name beside `path`, flush to disk, rename: whole or not at all."""
+    """Write a file whole or not at all: to a temporary name beside it, to disk, then rename."""
     if path.is_dir():
         raise RunError(f"{path} is a folder; give the name of a file")
     raw = data.encode() if isinstance(data, str) else data
     path.parent.mkdir(parents=True, exist_ok=True)
-    # One name a file: what a kill leaves behind, the next write takes over.
+    # A fixed temporary name: the next write replaces what a killed one left.
     temporary = path.with_name(f".{path.name}.part")
     try:
         with temporary.open("wb") as file:
@@ -33,7 +36,7 @@ def write_atomic(path: Path, data: bytes | str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """`value` as indented JSON, atomically."""
+    """Write `value` as indented JSON, whole or not at all."""
     write_atomic(path, json.dumps(value, indent=1) + "\n")
 
 
@@ -41,23 +44,24 @@ def write_json(path: Path, value: Any) -> None:
 class RunFolder:
     """Paths of one run.
 
-    recipe.toml      the resolved recipe
-    run.json         recipe hash, data and their identity, versions, device
-    metrics.jsonl    one line a logged step
-    events.out.tfevents.*    the same for TensorBoard, one file a start
-    checkpoint.safetensors   everything a resumed run needs
-    broken.safetensors       the batches of a step whose loss broke
-    weights.safetensors      what training hands to packing
-    validation.json  bits per byte of the held-out text before weights are quantized
-    tokenizer.model  the tokenizer it was trained with
-    calibration.safetensors  what its matrices meet, and how much their errors cost
-    quantized.safetensors    integers and steps, before they are entropy-coded
-    model.upar       the artifact
-    budget.json      where its bytes go
-    score-*.json     one file a scoring method, with the ledger of each document
-    score-*.partial  what a stopped scoring continues from
-    audit.json       findings
-    report.html      all of it on one page
+    file                     written by   holds
+    recipe.toml              train        the resolved recipe
+    run.json                 train        recipe hash, data identity, versions, device
+    metrics.jsonl            train        a line per logged step
+    events.out.tfevents.*    train        the same for TensorBoard, a file per start
+    checkpoint.safetensors   train        everything that a resumed run needs
+    broken.safetensors       train        the batches of a step whose loss was not finite
+    weights.safetensors      train        the final weights
+    validation.json          train        bits per byte of held-out text, before quantization
+    tokenizer.model          train        the tokenizer of the training data
+    calibration.safetensors  calibrate    inputs of the matrices, and what errors in them cost
+    quantized.safetensors    quantize     integers and steps, before entropy coding
+    model.upar               pack         the artifact
+    budget.json              pack         its bytes by tensor and by class
+    score-*.json             score        a file per method, with a ledger of documents
+    score-*.partial          score        the state of a stopped score
+    audit.json               audit        verdict and findings
+    report.html              report       all of it on one page
     """
 
     path: Path
@@ -69,22 +73,22 @@ class RunFolder:
 
     @property
     def about_file(self) -> Path:
-        """What was run, on what."""
+        """Recipe hash, data identity, versions, device."""
         return self.path / "run.json"
 
     @property
     def metrics_file(self) -> Path:
-        """One JSON line a logged step."""
+        """A JSON line per logged step."""
         return self.path / "metrics.jsonl"
 
     @property
     def checkpoint_file(self) -> Path:
-        """The state a killed run resumes from."""
+        """The state that a stopped run continues from."""
         return self.path / "checkpoint.safetensors"
 
     @property
     def weights_file(self) -> Path:
-        """Final weights, averaged where the recipe averages."""
+        """Final weights; averaged ones if the recipe averages."""
         return self.path / "weights.safetensors"
 
     @property
@@ -99,12 +103,12 @@ class RunFolder:
 
     @property
     def calibration_file(self) -> Path:
-        """Second moments of inputs, mean squares of gradients."""
+        """Second moments of inputs and mean squares of gradients, per matrix."""
         return self.path / "calibration.safetensors"
 
     @property
     def quantized_file(self) -> Path:
-        """The rounded model."""
+        """The quantized model before entropy coding."""
         return self.path / "quantized.safetensors"
 
     @property
@@ -128,15 +132,15 @@ class RunFolder:
         return self.path / "report.html"
 
     def score_file(self, method: str) -> Path:
-        """Score of one method."""
+        """The score of one method."""
         return self.path / f"score-{method}.json"
 
     def partial_file(self, method: str) -> Path:
-        """What a stopped scoring continues from; other ranks have theirs beside it."""
+        """The state of a stopped score; other ranks have their own files beside it."""
         return self.path / f"score-{method}.partial"
 
     def score_files(self) -> list[Path]:
-        """Scores that exist, by name."""
+        """The scores that exist, sorted by name."""
         return sorted(self.path.glob("score-*.json"))
 
     def write_recipe(self, recipe: Recipe) -> None:
@@ -148,14 +152,14 @@ class RunFolder:
         return read_recipe_file(self.need(self.recipe_file))
 
     def read_json(self, path: Path) -> Any:
-        """A JSON file of this run; a missing or damaged one is named."""
+        """The content of a JSON file of this run."""
         try:
             return json.loads(self.need(path).read_text())
         except ValueError as error:
             raise RunError(f"{path} is not valid JSON ({error}); run its stage again") from error
 
     def metrics(self) -> Iterator[dict[str, Any]]:
-        """Logged steps in order. A last line cut short by a kill is left out."""
+        """Logged steps in order, without a last line that a kill cut short."""
         if not self.metrics_file.exists():
             return
         with self.metrics_file.open() as lines:
@@ -164,7 +168,7 @@ class RunFolder:
                     yield json.loads(line)
 
     def need(self, path: Path) -> Path:
-        """`path` if it exists, else an error that names the command that writes it."""
+        """`path` if it exists; else an error names the command that writes it."""
         if path.exists():
             return path
         makers = {

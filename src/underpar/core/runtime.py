@@ -1,6 +1,6 @@
-"""The machine as the package sees it: device, ranks, seed, clock, caches.
+"""Device, ranks, seeds, clock and environment variables.
 
-Only this file reads and writes the environment.
+Only this file reads and writes environment variables.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ _STAT = Path("/proc/self/stat")
 
 
 def guard_cpu() -> None:
-    """Cap oneDNN's instruction set before its first op.
+    """Keep oneDNN from AMX instructions; call this before its first operation.
 
-    On some virtual CPUs oneDNN trusts an AMX flag that the machine does not honour, and bf16
-    products end in an illegal instruction. CPU work here is fp32, so the cap costs nothing.
+    Some virtual CPUs announce AMX and do not run it: a bf16 product then ends the process with an
+    illegal instruction. CPU work here is fp32, so the limit costs no speed.
     """
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
 
 
 def keep_bytecode() -> None:
-    """Where Python can keep no bytecode of torch beside its source, keep it with other caches.
+    """Store bytecode in the user's cache folder if Python cannot store it beside torch's source.
 
-    Containers often say PYTHONDONTWRITEBYTECODE, or hold packages that may not be written to. Then
-    every start compiles thousands of modules again: torch's compiler and FlashAttention-4 took 20 s
-    to import instead of 8. Processes that this one starts do the same.
+    In containers PYTHONDONTWRITEBYTECODE is often set, or packages are read-only. Every start then
+    compiles thousands of modules: importing torch's compiler and FlashAttention-4 took 20 s
+    instead of 8 s. The setting is passed on to the processes that this process starts.
     """
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None:
@@ -62,7 +62,7 @@ def _caches() -> Path:
 
 
 def keep_kernels() -> None:
-    """Have FlashAttention-4 keep compiled kernels from one start to the next, as torch does."""
+    """Store the compiled kernels of FlashAttention-4 for the next start, as torch does."""
     folder = _caches() / "flash-attention-4"
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder))
@@ -70,15 +70,15 @@ def keep_kernels() -> None:
 
 @dataclass(frozen=True)
 class Runtime:
-    """Where this process computes and which share of the job is its own."""
+    """The device of this process, and which of the job's ranks it is."""
 
     device: torch.device
     rank: int = 0
     world: int = 1
     compiled: bool = False
-    """Whether training and adapting compile their graphs."""
+    """Whether training and adaptation are compiled."""
     full_precision: bool = False
-    """Whether products run in fp32 on a GPU too."""
+    """Whether matrix products run in fp32 on a GPU too."""
 
     @property
     def is_main(self) -> bool:
@@ -87,7 +87,7 @@ class Runtime:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The precision that products run in."""
+        """The precision of matrix products."""
         import torch
 
         half = self.device.type == "cuda" and not self.full_precision
@@ -95,11 +95,14 @@ class Runtime:
 
     @property
     def for_probes(self) -> Runtime:
-        """The same where prices are compared: plain, and precise whatever shares a pass."""
+        """The same device for the audit's probes: not compiled, in fp32.
+
+        A price then does not depend on the other tokens of its forward pass.
+        """
         return replace(self, compiled=False, full_precision=True)
 
     def synchronize(self) -> None:
-        """Wait for the device, so that a clock reads finished work."""
+        """Wait until the device has finished its work, so that a clock can be read."""
         import torch
 
         if self.device.type == "cuda":
@@ -107,9 +110,9 @@ class Runtime:
 
 
 def open_runtime(device: str = "auto", compiled: bool | None = None) -> Runtime:
-    """Runtime from torchrun's variables and the wanted device ('auto', 'cpu', 'cuda', 'mps').
+    """The runtime for a device ('auto', 'cpu', 'cuda', 'mps') and torchrun's variables.
 
-    Unless said, a GPU compiles and nothing else does.
+    By default, `compiled` is true on a CUDA GPU only.
     """
     import torch
 
@@ -136,7 +139,7 @@ def open_runtime(device: str = "auto", compiled: bool | None = None) -> Runtime:
 
 @contextmanager
 def threads(number: int) -> Iterator[None]:
-    """Let torch use exactly this many CPU threads inside the block."""
+    """Set the number of torch's CPU threads inside the block."""
     import torch
 
     before = torch.get_num_threads()
@@ -148,17 +151,18 @@ def threads(number: int) -> Iterator[None]:
 
 
 def num_cores() -> int:
-    """Processor cores this process may use."""
+    """Processor cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def process_age_seconds() -> float:
-    """Seconds since this process began; where the system does not tell, since it imported this."""
+    """Seconds since this process started; without /proc, since it imported this module."""
     if not _STAT.exists():
         return time.perf_counter() - _IMPORTED
-    # Field 22, proc(5): the start in ticks after the boot. The name before it may hold anything.
+    # Field 22 of proc(5) is the start in clock ticks after boot. The process name, field 2, is in
+    # parentheses and may contain spaces, so fields are counted from the last ")".
     ticks = int(_STAT.read_text().rpartition(")")[2].split()[19])
-    # Not /proc/uptime, which may be that of a container.
+    # Not /proc/uptime: in a container it may be the uptime of the container.
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
@@ -173,7 +177,7 @@ def seed_everything(seed: int) -> None:
 
 
 class Clock:
-    """A phase clock: every second since it was made belongs to exactly one named phase."""
+    """A clock with named phases: every second since its creation belongs to exactly one phase."""
 
     def __init__(self, first_phase: str = "start") -> None:
         self._phase = first_phase
@@ -182,7 +186,7 @@ class Clock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Charge the time inside the block to `name`, then return to the phase before."""
+        """Count the time inside the block for phase `name`, then return to the phase before."""
         before = self._switch(name)
         try:
             yield
@@ -197,11 +201,11 @@ class Clock:
         return before
 
     def add(self, seconds: Mapping[str, float]) -> None:
-        """Count what another clock read before this one was made, too."""
+        """Add the seconds of an earlier clock, such as that of a stopped run."""
         for name, spent in seconds.items():
             self._seconds[name] = self._seconds.get(name, 0.0) + spent
 
     def read(self) -> dict[str, float]:
-        """Seconds of each phase so far; their sum is the age of the clock."""
+        """Seconds of each phase so far. Without `add`, their sum is the age of the clock."""
         self._switch(self._phase)
         return dict(self._seconds)

@@ -1,4 +1,4 @@
-"""Tensors in a safetensors file with a description, written whole or not at all. No pickle."""
+"""Tensors with a description in a safetensors file, which runs no code when it is read."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from underpar.errors import RunError
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, object]) -> None:
-    """Tensors and a JSON-able description, atomically."""
+    """Write tensors and a description for JSON, whole or not at all."""
     plain = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
     write_atomic(path, save(plain, metadata={"about": json.dumps(dict(about))}))
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, object]]:
-    """What `save_tensors` wrote; a damaged file is refused by name."""
+    """The tensors and the description that `save_tensors` wrote."""
     try:
         with safe_open(str(path), framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -32,7 +32,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, object]]:
 
 
 def read_about(path: Path) -> dict[str, object]:
-    """The description alone of what `save_tensors` wrote."""
+    """Only the description that `save_tensors` wrote."""
     try:
         with safe_open(str(path), framework="pt") as file:
             about: dict[str, object] = json.loads((file.metadata() or {})["about"])

@@ -1,21 +1,32 @@
-"""What numbers were made with: versions and the device, in words."""
+"""What numbers were made with: versions of packages, and the device in words."""
 
 from __future__ import annotations
 
 import platform
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
 from underpar import __version__
 
 
-def versions() -> dict[str, str]:
-    """What the numbers were made with."""
-    return {
-        "underpar": __version__,
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-    }
+def versions(*names: str) -> dict[str, str]:
+    """Versions of this package, Python and torch, or of the packages that are named."""
+    return {name: version_of(name) for name in names or ("underpar", "python", "torch")}
+
+
+def version_of(name: str) -> str:
+    """The version of one package."""
+    if name == "python":
+        return platform.python_version()
+    if name == "underpar":
+        return __version__
+    if name == "torch":
+        return str(torch.__version__)
+    try:
+        return version(name.replace("_", "-"))
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def device_name(device: torch.device) -> str:

@@ -15,9 +15,9 @@ from underpar.data.sources.corpus import (
     Tally,
     document_hash,
     input_files,
-    is_held_out,
     read_documents,
     read_raw,
+    split_of,
 )
 from underpar.data.tokens import byte260
 from underpar.data.tokens.sample import SAMPLE_BYTES, sample_by_hash
@@ -127,8 +127,7 @@ def labelled_documents(
     for source in sources:
         for document in read_documents([Path(source["path"])], reading):
             digest = document_hash(document.text)
-            held_out = fraction is not None and is_held_out(digest, fraction)
-            yield "val" if held_out else source["split"], digest, document
+            yield split_of(digest, fraction, source["split"]), digest, document
 
 
 def _tokenizer_content(

@@ -123,32 +123,30 @@ def exact_duplicates(train: Shard, val: Shard) -> ExactDuplicates:
     return ExactDuplicates(_count_repeats(train_texts), _count_repeats(val_texts), across)
 
 
-def near_duplicates(
+def find_duplicates(
     train: Shard,
     val: Shard,
     decode: Decode,
     settings: NearSettings = DEFAULTS,
     progress: Progress | None = None,
-) -> list[NearPair]:
-    """Every pair as similar as the threshold or more, exact copies included, most similar first.
+) -> tuple[list[NearPair], list[Overlap]]:
+    """Near pairs (most similar first) and overlaps (largest share first), from one pass.
 
-    A document of fewer words than a shingle is one shingle, a document without words has none.
+    A pair counts if its similarity is at least `threshold`; exact copies count too. An overlap
+    counts if its share is above `threshold_containment`. A document of fewer words than a shingle
+    is one shingle; a document without words has none. Passages shorter than a shingle are not
+    found, unless both documents consist of nothing else.
     """
-    return _scan(train, val, decode, settings, progress)[0]
-
-
-def find_overlaps(
-    train: Shard,
-    val: Shard,
-    decode: Decode,
-    settings: NearSettings = DEFAULTS,
-    progress: Progress | None = None,
-) -> list[Overlap]:
-    """The validation documents with a share in training above `threshold_containment`, worst first.
-
-    Passages shorter than a shingle go unseen, unless both documents consist of nothing else.
-    """
-    return _scan(train, val, decode, settings, progress)[1]
+    # Reading takes longer than both searches together, so they share one pass.
+    known_words = _WordHashes()
+    val_words = list(_read_words(val, decode, known_words))
+    near, overlap = _NearFinder(val_words, settings), _OverlapFinder(val_words, settings)
+    for index, words in enumerate(_read_words(train, decode, known_words)):
+        near.visit(index, words)
+        overlap.visit(index, words)
+        if progress is not None:
+            progress(index + 1, train.num_documents)
+    return near.pairs(), overlap.overlaps()
 
 
 def audit_duplicates(
@@ -160,7 +158,7 @@ def audit_duplicates(
 ) -> dict[str, Any]:
     """Counts and the worst cases of all three kinds, ready for JSON; training is read once."""
     exact = exact_duplicates(train, val)
-    pairs, overlaps = _scan(train, val, decode, settings, progress)
+    pairs, overlaps = find_duplicates(train, val, decode, settings, progress)
 
     def name(train_index: int, val_index: int) -> dict[str, Any]:
         return {
@@ -294,21 +292,6 @@ class _OverlapFinder:
             for val in np.flatnonzero(shares > self._threshold)
         ]
         return sorted(found, key=lambda overlap: (-overlap.share, overlap.val))
-
-
-def _scan(
-    train: Shard, val: Shard, decode: Decode, settings: NearSettings, progress: Progress | None
-) -> tuple[list[NearPair], list[Overlap]]:
-    # Reading takes longer than both searches together, so they share one pass.
-    known = _WordHashes()
-    val_words = list(_read_words(val, decode, known))
-    near, overlap = _NearFinder(val_words, settings), _OverlapFinder(val_words, settings)
-    for index, words in enumerate(_read_words(train, decode, known)):
-        near.visit(index, words)
-        overlap.visit(index, words)
-        if progress is not None:
-            progress(index + 1, train.num_documents)
-    return near.pairs(), overlap.overlaps()
 
 
 def _join_ranges(firsts: Indices, ends: Indices) -> Indices:

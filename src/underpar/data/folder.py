@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from underpar.data.published.files import open_published
 from underpar.data.shards import CHANGED, Shard, open_shard
 from underpar.data.tokens.tokenizer import Tokenizer, open_tokenizer, read_model
+from underpar.data.value_files import open_values
 from underpar.errors import DataError
 
 FORMAT = 2
@@ -158,10 +158,10 @@ def _check_document_bytes(
 
 def _check_sidecar(path: Path, shard: Shard, manifest: dict[str, Any]) -> None:
     _expect(path, "SHA-256", hash_file(path), manifest, "val.sidecar_sha256")
-    weights = open_published(path, None)
-    if len(weights) != shard.num_tokens:
-        raise DataError(f"{path}: {len(weights)} entries for {shard.num_tokens} tokens")
-    excess = _excess_bytes(shard, lambda cut: weights[cut])
+    source_bytes = open_values(path)
+    if len(source_bytes) != shard.num_tokens:
+        raise DataError(f"{path}: {len(source_bytes)} entries for {shard.num_tokens} tokens")
+    excess = _excess_bytes(shard, lambda cut: source_bytes[cut])
     # A normalizer may take whitespace off a document's edges, which then belongs to no token.
     is_changed = (shard.flags & CHANGED) != 0
     wrong = np.flatnonzero(np.where(is_changed, excess > 0, excess != 0))
@@ -173,15 +173,15 @@ def _check_sidecar(path: Path, shard: Shard, manifest: dict[str, Any]) -> None:
 
 
 def _excess_bytes(
-    shard: Shard, weights_of: Callable[[slice], npt.NDArray[Any]]
+    shard: Shard, source_bytes_of: Callable[[slice], npt.NDArray[Any]]
 ) -> npt.NDArray[np.int64]:
     """By how much the weights of each document's tokens add up to more than its bytes."""
     bounds = np.append(shard.starts, shard.num_tokens)
     excess = np.zeros(shard.num_documents, dtype=np.int64)
     for first in range(0, shard.num_documents, _DOCUMENTS_PER_CHECK):
         cut = bounds[first : first + _DOCUMENTS_PER_CHECK + 1]
-        weights = weights_of(slice(cut[0], cut[-1]))
-        counted = np.add.reduceat(weights, cut[:-1] - cut[0], dtype=np.int64)
+        source_bytes = source_bytes_of(slice(cut[0], cut[-1]))
+        counted = np.add.reduceat(source_bytes, cut[:-1] - cut[0], dtype=np.int64)
         span = slice(first, first + len(counted))
         excess[span] = counted - shard.doc_bytes[span]
     return excess

@@ -20,9 +20,9 @@ from underpar.data.folder import (
     shard_name,
     sidecar_name,
 )
-from underpar.data.published.export import ValueSeries, checked_values
 from underpar.data.shards import Columns, ShardWriter
 from underpar.data.tokens.tokenizer import Tokenizer
+from underpar.data.value_writer import ValueSeries, checked_values
 from underpar.errors import DataError
 
 
@@ -93,9 +93,9 @@ class FolderWriter:
         writer.add(columns)
         span[1] = writer.num_documents
         if split == "val":
-            assert columns.weights is not None
+            assert columns.source_bytes is not None
             what = f"{source}: source bytes of token"
-            self._sidecar.write(checked_values(columns.weights, 1 << 16, what))
+            self._sidecar.write(checked_values(columns.source_bytes, 1 << 16, what))
 
     def _refuse_shared(self, source: str, split: str, columns: Columns) -> None:
         if self._max_shared is None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from underpar.data.loader import CU_BUCKET, Batch, MicroBatch, segments_from_starts
+from underpar.data.batch import Batch, segments_from_starts
+from underpar.data.loader import CU_BUCKET, MicroBatch
 from underpar.seams import BOS_ID
 
 # Tokens of the mean document of the published validation set.

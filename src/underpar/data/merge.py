@@ -18,10 +18,10 @@ from underpar.data.build import BY_HASH, BuildOptions
 from underpar.data.folder import SPLITS, TOKENIZER_NAME, load_data, shard_name, sidecar_name
 from underpar.data.folder_writer import FolderWriter
 from underpar.data.prepare import Plan, Preparer
-from underpar.data.published.files import open_published
 from underpar.data.shards import Columns, Shard, open_shard
 from underpar.data.sources.corpus import RawBatch, Tally
 from underpar.data.tokens.tokenizer import Tokenizer, open_tokenizer, read_model
+from underpar.data.value_files import open_values
 from underpar.errors import DataError
 
 _BATCH_TEXTS = 256
@@ -179,7 +179,7 @@ def _read_split(
     shard = open_shard(folder / shard_name(split), tokenizer.vocab_size, verify=False)
     sidecar = None
     if split == "val" and manifest["val"].get("ledger") == "sidecar":
-        sidecar = open_published(folder / sidecar_name("val"), None)
+        sidecar = open_values(folder / sidecar_name("val"))
     for first, last in _batches(shard):
         starts = shard.starts[first:last]
         end = shard.starts[last] if last < shard.num_documents else shard.num_tokens
@@ -187,10 +187,10 @@ def _read_split(
         by_table = tokenizer.token_bytes[tokens]
         counted = np.add.reduceat(by_table, starts - starts[0], dtype=np.int64)
         doc_bytes = shard.doc_bytes[first:last]
-        weights = by_table if sidecar is None else sidecar[starts[0] : end].astype(np.int32)
+        source_bytes = by_table if sidecar is None else sidecar[starts[0] : end].astype(np.int32)
         yield Columns(
             tokens=tokens,
-            weights=weights if split == "val" else None,
+            source_bytes=source_bytes if split == "val" else None,
             counts=np.diff(starts, append=end),
             doc_bytes=doc_bytes,
             doc_hashes=shard.doc_hashes[first:last],

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from underpar.data.shards import CHANGED, REPAIRED, Columns, token_dtype
-from underpar.data.sources.corpus import RawBatch, Reading, Tally, is_held_out, parse
+from underpar.data.sources.corpus import RawBatch, Reading, Tally, parse, split_of
 from underpar.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from underpar.data.tokens.words import Pieces
 from underpar.errors import DataError
@@ -57,18 +57,17 @@ class Preparer:
         self._plan = plan
         self.tokenizer: Tokenizer = open_tokenizer(plan.tokenizer, plan.transform)
 
-    def prepare(self, batch: RawBatch, split: str) -> Prepared:
-        """Columns of a batch; `split` is where documents go that no hash holds out."""
+    def prepare(self, batch: RawBatch, file_split: str) -> Prepared:
+        """Columns of a batch; `file_split` is the split of documents that no hash holds out."""
         tally = Tally()
-        groups: dict[str, list[_Item]] = {}
+        items_of: dict[str, list[_Item]] = {}
         for document in parse(batch, self._plan.reading, tally):
             raw = document.text.encode("utf-8")
             item = _Item(document.text, raw, hashlib.sha256(raw).digest(), document.is_repaired)
-            held_out = self._plan.fraction is not None and is_held_out(
-                item.digest, self._plan.fraction
-            )
-            groups.setdefault("val" if held_out else split, []).append(item)
-        return Prepared({name: self._columns(name, g) for name, g in groups.items()}, tally)
+            split = split_of(item.digest, self._plan.fraction, file_split)
+            items_of.setdefault(split, []).append(item)
+        columns = {split: self._columns(split, items) for split, items in items_of.items()}
+        return Prepared(columns, tally)
 
     def _columns(self, split: str, items: list[_Item]) -> Columns:
         pieces = self.tokenizer.encode_texts([item.text for item in items])
@@ -78,7 +77,7 @@ class Preparer:
         return Columns(
             tokens=pieces.tokens.astype(token_dtype(self.tokenizer.vocab_size)),
             # Only validation is scored by the byte; elsewhere they would just travel.
-            weights=pieces.weights if split == "val" else None,
+            source_bytes=pieces.source_bytes if split == "val" else None,
             counts=pieces.counts,
             doc_bytes=doc_bytes,
             doc_hashes=np.frombuffer(hashes, dtype=np.uint8).reshape(-1, 32),
@@ -88,7 +87,7 @@ class Preparer:
 
     def _check_bytes(self, pieces: Pieces, doc_bytes: npt.NDArray[np.int64]) -> int:
         firsts = np.cumsum(pieces.counts) - pieces.counts
-        counted = np.add.reduceat(pieces.weights, firsts, dtype=np.int64)
+        counted = np.add.reduceat(pieces.source_bytes, firsts, dtype=np.int64)
         # A normalizer may drop whitespace at a document's edges, which then belongs to no token.
         wrong = np.where(pieces.changed, counted > doc_bytes, counted != doc_bytes)
         assert not wrong.any(), "the ledger does not add up to the text"

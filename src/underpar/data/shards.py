@@ -84,7 +84,7 @@ class Columns:
     """Documents on their way into a shard."""
 
     tokens: npt.NDArray[Any]  # (N,) BOS first in every document
-    weights: npt.NDArray[np.int32] | None  # (N,) source bytes of each token
+    source_bytes: npt.NDArray[np.int32] | None  # (N,) source bytes of each token
     counts: npt.NDArray[np.int64]  # (D,) tokens of each document, its BOS included
     doc_bytes: npt.NDArray[np.int64]  # (D,) UTF-8 length of the source text
     doc_hashes: npt.NDArray[np.uint8]  # (D, 32) SHA-256 of the source text

@@ -169,11 +169,10 @@ class Lora:
         """
         adapters = self if rows is None else self._select(rows)
         adapters._pairs = adapters.layout.cut(adapters.work)
-        self._model.hooks.adjust.append(adapters.adjust)
         try:
-            yield
+            with self._model.hooks.change(adjust=adapters.adjust):
+                yield
         finally:
-            self._model.hooks.adjust.remove(adapters.adjust)
             adapters._pairs = {}
 
     def adjust(self, site: str, visit: Visit | None, y: Tensor, x: Tensor) -> Tensor:

@@ -23,25 +23,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from underpar.data.loader import Batch
+from underpar.data.batch import Batch
 from underpar.errors import RuleError
-from underpar.infer.sgd import ROWS, backward, gradients_on, products
+from underpar.infer.sgd import backward, gradients_on, products
 from underpar.model.gpt import GPT
 from underpar.model.kv_cache import LaneCache, PackedCache
+from underpar.model.sliced_head import ROWS
 from underpar.seams import Adapter, KVCache
 
 if TYPE_CHECKING:
     from underpar.infer.step import StepInputs, StepOutputs
 
 
-def log_probs_of(model: GPT, hidden: Tensor, wanted: Tensor | None = None) -> Tensor:
+def log_probs_of(
+    model: GPT, hidden: Tensor, wanted: Tensor | None = None, fused: bool = False
+) -> Tensor:
     """Log-probabilities in nats after hidden states (N, dim): the one place that computes them.
 
     With `wanted` (N, K) those of these tokens, 0 or less; a token of -1 stands for none and gets 0.
-    Without it those of all tokens (N, V).
+    Without it those of all tokens (N, V). `fused`: with the formulas made for compilers.
     """
     # Sums over the vocabulary are in fp32, whatever precision matrix products run in.
-    log_probs = F.log_softmax(model.head(hidden).float(), dim=-1)
+    log_probs = F.log_softmax(model.head(hidden, fused).float(), dim=-1)
     if wanted is None:
         return log_probs
     # Rounding may put a certain token above 0.

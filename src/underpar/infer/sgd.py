@@ -21,14 +21,12 @@ from torch import Tensor
 
 from underpar.core.dist import sum_over_ranks
 from underpar.core.runtime import Runtime
-from underpar.data.loader import Batch, segments_from_starts
+from underpar.data.batch import Batch, segments_from_starts
 from underpar.model.gpt import GPT
 from underpar.model.kv_cache import PackedCache
+from underpar.model.sliced_head import backward_head
 from underpar.recipe import require
 from underpar.seams import BOS_ID
-
-# Rows of logits computed at a time; those of a long document would not fit in memory.
-ROWS = 8192
 
 MOST_EPOCHS = 100
 
@@ -147,15 +145,13 @@ def backward(model: GPT, batch: Batch, num_targets: int, dtype: torch.dtype) -> 
     device = batch.inputs.device
     with products(device, dtype):
         hidden = model.hidden(batch.inputs, PackedCache(batch.segments))
-    # Backward through the head slice by slice, to save memory, then through the rest at once.
-    leaf = hidden.detach().requires_grad_(True)
-    for x, t in zip(leaf.split(ROWS), batch.targets.split(ROWS), strict=True):
+
+    def loss(x: Tensor, targets: Tensor) -> Tensor:
         with products(device, dtype):
             logits = model.head(x)
-        loss = F.cross_entropy(logits.float(), t, reduction="sum")
-        (loss / num_targets).backward()
-    if hidden.requires_grad:
-        hidden.backward(leaf.grad)
+        return F.cross_entropy(logits.float(), targets, reduction="sum") / num_targets
+
+    backward_head(hidden, batch.targets, loss)
 
 
 def train_on_stream(

@@ -44,11 +44,16 @@ def forward_step(model: GPT, inputs: StepInputs, cache: KVCache) -> StepOutputs:
 
 
 def outputs_of(
-    model: GPT, hidden: Tensor, rows: Tensor | None, wanted: Tensor, weights: Tensor
+    model: GPT,
+    hidden: Tensor,
+    rows: Tensor | None,
+    wanted: Tensor,
+    weights: Tensor,
+    fused: bool = False,
 ) -> StepOutputs:
-    """Log-probabilities and loss from hidden states (N, dim)."""
+    """Log-probabilities and loss from hidden states (N, dim); `fused`: for a compiler."""
     if rows is not None:
         # Plain indexing would sort in its backward pass.
         hidden = hidden.index_select(0, rows)
-    log_p = log_probs_of(model, hidden, wanted)
+    log_p = log_probs_of(model, hidden, wanted, fused)
     return log_p, -(log_p[:, 0] * weights).sum()

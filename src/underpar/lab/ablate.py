@@ -1,45 +1,50 @@
 """What each lever is worth: a recipe trained with several seeds, and once without each lever.
 
-All runs see the same number of tokens, so several may share a device: only their seconds change.
-The spread of the seeds is the noise that a difference has to exceed.
+All runs train on the same number of tokens. Several runs may share a device, because only their
+seconds change. The spread of the seeds is the noise that a difference has to exceed.
 """
 
 from __future__ import annotations
 
 import math
-import signal
-import subprocess
-import sys
-import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 from underpar.build.levers import find_lever, lever_names, resolve_levers
 from underpar.build.model import weight_shapes
-from underpar.core.run_folder import RunFolder
+from underpar.core.progress import SILENT, Progress
+from underpar.core.run_folder import RunFolder, write_atomic, write_json
+from underpar.core.runtime import open_runtime
+from underpar.core.versions import device_name, versions
+from underpar.data.folder import data_identity, load_data
 from underpar.errors import BenchError, RecipeError, RunError
+from underpar.lab.lever_docs import ablation_section
+from underpar.lab.runs import (
+    CONDITIONS,
+    Job,
+    Launch,
+    launcher,
+    read_conditions,
+    read_tail,
+    run_jobs,
+)
 from underpar.lab.stats import student_interval
 from underpar.recipe import Recipe, load_recipe, nearest
 
-LOG = "train.log"
 LOOP = "loop"
 LOOPS_ON = "loops-on"
-# Stages in which leaving a lever out changes what is trained, on the same data.
+# Leaving out a lever of these stages changes the training and keeps the data.
 STAGES = ("model", "train")
-CONDITIONS = ("data_identity", "train_tokens", "device", "versions", "remark")
-# The chance that a normal value lies within two standard deviations.
+# Probability that a normal value lies within two standard deviations.
 WITHIN_TWO = math.erf(math.sqrt(2))
-
-_POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
 class Request:
-    """A recipe with its overrides, the levers to leave out (none: all of the model), and costs."""
+    """What to measure: a recipe, the levers to leave out (none: all of the model), the costs."""
 
     recipe: str
     overrides: tuple[str, ...] = ()
@@ -55,22 +60,13 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Job:
-    """One run: the name of its folder, all that changes its recipe, and the hash of the result."""
-
-    name: str
-    overrides: tuple[str, ...]
-    recipe_hash: str
-
-
-@dataclass(frozen=True)
 class Row:
-    """A lever left out, with the levers that do nothing without it, by the name of its run."""
+    """A run without one lever, and without the levers that do nothing without that lever."""
 
     lever: str
     also_dropped: tuple[str, ...]
     loops_on: bool
-    """Whether it is compared with the run that loops from the first step on."""
+    """Whether it is compared with the run whose loop is on from the first step."""
     run: str
 
 
@@ -81,13 +77,13 @@ class Plan:
     request: Request
     recipe_hash: str
     seeds: dict[str, int]
-    """By name of the run."""
+    """Name of the run -> seed."""
     rows: tuple[Row, ...]
     jobs: tuple[Job, ...]
 
 
 def make_plan(request: Request) -> Plan:
-    """All runs of an ablation; each recipe is checked before anything is trained."""
+    """All runs of an ablation. Each recipe is checked before anything is trained."""
     recipe = resolve_levers(load_recipe(request.recipe, request.overrides))
     levers = _chosen(request.levers, recipe)
     waits = recipe.levers.get(LOOP, {}).get("start", 0.0) > 0
@@ -126,13 +122,14 @@ def _row(lever: str, recipe: Recipe, loop_waits: bool) -> Row:
 
 
 def _dependents(lever: str, recipe: Recipe) -> tuple[str, ...]:
-    """Levers of the recipe that do nothing without `lever`."""
-    gone = {lever}
+    """Levers of the recipe that do nothing without `lever`, directly or through another lever."""
+    dropped = {lever}
     grown = True
     while grown:
-        more = {n for n in recipe.levers if gone & set(getattr(find_lever(n), "NEEDS", ()))} - gone
-        gone, grown = gone | more, bool(more)
-    return tuple(name for name in lever_names() if name in gone - {lever})
+        needs = {name: set(getattr(find_lever(name), "NEEDS", ())) for name in recipe.levers}
+        more = {name for name, needed in needs.items() if needed & dropped} - dropped
+        dropped, grown = dropped | more, bool(more)
+    return tuple(name for name in lever_names() if name in dropped - {lever})
 
 
 def _job(name: str, request: Request, change: tuple[str, ...]) -> Job:
@@ -147,29 +144,6 @@ def _job(name: str, request: Request, change: tuple[str, ...]) -> Job:
     return Job(name, overrides, recipe.hash)
 
 
-# Starts a run.
-Launch = Callable[[Job], subprocess.Popen[bytes]]
-# A run, its bits per byte (None: it failed), runs done and runs in all.
-OnRun = Callable[[Job, float | None, int, int], None]
-
-
-def launcher(recipe: str, data: Path, out: Path, device: str) -> Launch:
-    """Starts `underpar train` in a folder of its own below `out`, with a log beside its files."""
-
-    def start(job: Job) -> subprocess.Popen[bytes]:
-        folder = out / job.name
-        folder.mkdir(parents=True, exist_ok=True)
-        words = [sys.executable, "-m", "underpar", "train", recipe, "--data", str(data)]
-        words += ["--out", str(folder), "--device", device]
-        words += [word for override in job.overrides for word in ("--set", override)]
-        with (folder / LOG).open("ab") as log:
-            return subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
-            )
-
-    return start
-
-
 @dataclass(frozen=True)
 class Outcome:
     """Bits per byte of the runs that finished, and why others did not, by name."""
@@ -178,15 +152,51 @@ class Outcome:
     failed: dict[str, str]
 
 
+def run_ablation(
+    request: Request,
+    data: Path,
+    out: Path,
+    device: str = "auto",
+    num_at_once: int = 2,
+    known: Path | None = None,
+    progress: Progress = SILENT,
+    launch: Launch | None = None,
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Make all runs, write OUT/ablation.json and OUT/ablation.md; the result and what failed.
+
+    `known` is an earlier ablation.json whose runs need not be made again. What was stopped
+    continues. `launch` replaces the processes that train.
+    """
+    plan = make_plan(request)
+    identity = data_identity(load_data(data, verify=False))
+    # Runs are compared with each other: they need the same device, versions and data.
+    here = {"device": device_name(open_runtime(device).device), "versions": versions()}
+    here |= {"data_identity": identity}
+    earlier = read_known(known, plan, here) if known else Known({}, {})
+    left = replace(plan, jobs=tuple(job for job in plan.jobs if job.name not in earlier.bpb))
+    launch = launch or launcher(request.recipe, data, out, device)
+    outcome = run_plan(left, out, launch, num_at_once, identity, progress)
+    for name, reason in outcome.failed.items():
+        progress.note(f"run {out / name} failed, {reason}:\n{read_tail(out / name)}")
+    result = summarize(plan, earlier.bpb | outcome.bpb)
+    result |= earlier.conditions or read_conditions(RunFolder(out / next(iter(plan.seeds))))
+    write_json(out / "ablation.json", result)
+    write_atomic(out / "ablation.md", ablation_section(result) + "\n")
+    return result, outcome.failed
+
+
 def run_plan(
     plan: Plan,
     out: Path,
     launch: Launch,
     num_at_once: int = 2,
     data_identity: str | None = None,
-    on_run: OnRun | None = None,
+    progress: Progress = SILENT,
 ) -> Outcome:
-    """Make the runs that are not finished yet. Stopped ones continue, also when this is stopped."""
+    """Make the runs that are not finished yet; a stopped one continues.
+
+    When this function is stopped, its runs stop too, and can be continued.
+    """
     if num_at_once < 1:
         raise BenchError(f"{num_at_once} runs at once do nothing; use at least 1")
     for job in plan.jobs:
@@ -194,50 +204,24 @@ def run_plan(
     outcome = Outcome({}, {})
     tokens = plan.request.num_tokens
 
-    def take(job: Job, code: int) -> None:
+    def record(job: Job, code: int) -> None:
         bpb = read_bpb(RunFolder(out / job.name), tokens)
         if bpb is not None:
             outcome.bpb[job.name] = bpb
         else:
             outcome.failed[job.name] = f"exit code {code}" if code else "stopped before its end"
-        if on_run is not None:
-            on_run(job, bpb, len(outcome.bpb) + len(outcome.failed), len(plan.jobs))
+        num_done = len(outcome.bpb) + len(outcome.failed)
+        words = "failed" if bpb is None else f"{bpb:.4f} bits per byte"
+        progress.note(f"{num_done} of {len(plan.jobs)}, {job.name}: {words}")
 
     waiting = []
     for job in plan.jobs:
         if read_bpb(RunFolder(out / job.name), tokens) is None:
             waiting.append(job)
         else:
-            take(job, 0)
-    run_jobs(waiting, launch, num_at_once, take)
+            record(job, 0)
+    run_jobs(waiting, launch, num_at_once, record)
     return outcome
-
-
-def run_jobs(
-    jobs: Sequence[Job], launch: Launch, num_at_once: int, on_end: Callable[[Job, int], None]
-) -> None:
-    """Start jobs in their order, so many at once; those that still run at an error are ended."""
-    waiting, running = deque(jobs), dict[Job, subprocess.Popen[bytes]]()
-    # A kill of this process must not leave its runs behind on the device.
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        while waiting or running:
-            while waiting and len(running) < num_at_once:
-                job = waiting.popleft()
-                running[job] = launch(job)
-            ended = {job: process.poll() for job, process in running.items()}
-            for job, code in ended.items():
-                if code is not None:
-                    del running[job]
-                    on_end(job, code)
-            if all(code is None for code in ended.values()):
-                time.sleep(_POLL_SECONDS)
-    finally:
-        for process in running.values():
-            process.terminate()
-        for process in running.values():
-            process.wait()
-        signal.signal(signal.SIGTERM, before)
 
 
 def _refuse_other_run(job: Job, folder: RunFolder, data_identity: str | None) -> None:
@@ -254,7 +238,7 @@ def _refuse_other_run(job: Job, folder: RunFolder, data_identity: str | None) ->
 
 
 def read_bpb(folder: RunFolder, num_tokens: int) -> float | None:
-    """Bits per byte at the end of a run, of the average if there is one; None before the end."""
+    """Bits per byte at the end of a run, of its averaged weights if it has any; None before."""
     path = folder.validation_file
     if not path.exists():
         return None
@@ -269,22 +253,16 @@ def read_bpb(folder: RunFolder, num_tokens: int) -> float | None:
     return bpb if finished else None
 
 
-def read_conditions(folder: RunFolder) -> dict[str, Any]:
-    """On what data, device and versions a run was made."""
-    about = folder.read_json(folder.about_file)
-    return {key: about.get(key) for key in CONDITIONS}
-
-
 @dataclass(frozen=True)
 class Known:
-    """Bits per byte of runs made before, by name, and on what they were made."""
+    """Bits per byte of earlier runs, by name, and the conditions that they were made under."""
 
     bpb: dict[str, float]
     conditions: dict[str, Any]
 
 
 def read_known(path: Path, plan: Plan, conditions: Mapping[str, Any]) -> Known:
-    """The runs of an earlier ablation.json, of the same recipe and tokens under `conditions`."""
+    """The runs of an earlier ablation.json; recipe, tokens and `conditions` must be the same."""
     if not path.is_file():
         raise RunError(f"{path} does not exist; 'underpar ablate' leaves an ablation.json in --out")
     result = RunFolder(path.parent).read_json(path)
@@ -304,15 +282,8 @@ def read_known(path: Path, plan: Plan, conditions: Mapping[str, Any]) -> Known:
     return Known(bpb | always, {key: result.get(key) for key in CONDITIONS})
 
 
-def read_tail(folder: Path, num_lines: int = 8) -> str:
-    """The last lines of a run's log."""
-    path = folder / LOG
-    text = path.read_text(errors="replace") if path.exists() else ""
-    return "\n".join(text.splitlines()[-num_lines:])
-
-
 def summarize(plan: Plan, bpb: Mapping[str, float]) -> dict[str, Any]:
-    """Differences in mBPB, above 0 where a lever helps, for the rows whose runs are there."""
+    """The result as JSON: per lever the difference in mBPB, above 0 if the lever helps."""
     missing = [name for name in plan.seeds if name not in bpb]
     if missing:
         raise BenchError(f"no result without all seeds; missing: {', '.join(missing)}")
@@ -331,10 +302,10 @@ def summarize(plan: Plan, bpb: Mapping[str, float]) -> dict[str, Any]:
 
 
 def _compare(row: Row, seeds: Sequence[float], bpb: Mapping[str, float]) -> dict[str, Any]:
-    """One run against the mean of the seeds, or against the single run that always loops."""
+    """One run against the mean of the seeds, or against the single run whose loop is always on."""
     baseline = [bpb[LOOPS_ON]] if row.loops_on else seeds
     interval = student_interval(seeds, WITHIN_TWO)
-    # The interval is that of a mean; one run varies by a deviation more, sd * sqrt(1 + 1/n).
+    # The interval is that of a mean. A difference to one more run varies by sd * sqrt(1 + 1/n).
     widen = math.sqrt(len(seeds) * (1 + 1 / len(baseline)))
     noise = (interval.high - interval.low) / 2 * widen
     difference = bpb[row.run] - fmean(baseline)

@@ -1,28 +1,28 @@
-"""How fast each attention backend is on the real shapes: one row a backend, context and window."""
+"""Attention table: milliseconds of each backend on real shapes, by context and window."""
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from underpar.core.runtime import Runtime, open_runtime
-from underpar.data.loader import Segments, segments_from_starts
+from underpar.core.runtime import Runtime
+from underpar.data.batch import Segments, segments_from_starts
 from underpar.kernels.attention import attend, available
 
+NUM_TOKENS = 98_304
 HEADS = (8, 4, 4)
 HEAD_DIM = 64
 CONTEXTS = (1024, 2048, 3072)
 WINDOWS = (0, 512)
-# Tokens of a mean document of the FineWeb validation split.
+# Mean tokens per document of the FineWeb validation split.
 MEAN_DOCUMENT_TOKENS = 957
-# A CPU shows that the table works, not how fast it is.
+# On a CPU the table only shows that it works.
 MOST_CPU_TOKENS = 512
 WARMUPS = 3
 REPEATS = 20
@@ -30,7 +30,7 @@ REPEATS = 20
 
 @dataclass(frozen=True)
 class Row:
-    """Medians of one backend; `pieces` are equal or as random documents are cut."""
+    """Median times of one backend; `pieces` are all equal, or cut from random documents."""
 
     backend: str
     pieces: str
@@ -40,15 +40,13 @@ class Row:
     both_ms: float
 
 
-def attention_table(
-    runtime: Runtime, num_tokens: int = 98304, contexts: Sequence[int] = CONTEXTS
-) -> list[Row]:
-    """Every backend that can be had, bf16 on CUDA and small and fp32 elsewhere."""
-    return list(measure_rows(runtime, num_tokens, contexts))
+def measure_rows(
+    runtime: Runtime, num_tokens: int = NUM_TOKENS, contexts: Sequence[int] = CONTEXTS
+) -> Iterator[Row]:
+    """Each available backend, each row as soon as it is measured.
 
-
-def measure_rows(runtime: Runtime, num_tokens: int, contexts: Sequence[int]) -> Iterator[Row]:
-    """The rows of the table, each as soon as it is measured."""
+    Tensors are bf16 on CUDA. Elsewhere they are fp32, and tokens are few.
+    """
     device = runtime.device
     on_gpu = device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
@@ -112,16 +110,3 @@ def _clock_ms(call: Callable[[], object]) -> float:
     started = time.perf_counter()
     call()
     return 1000 * (time.perf_counter() - started)
-
-
-def main() -> None:
-    """Print the answers of all backends, then the table, one JSON object a line."""
-    runtime = open_runtime()
-    dtype = torch.bfloat16 if runtime.device.type == "cuda" else torch.float32
-    print(json.dumps(available(runtime.device, dtype)), flush=True)
-    for row in measure_rows(runtime, 98304, CONTEXTS):
-        print(json.dumps(asdict(row)), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,22 +1,22 @@
 """Paired, interleaved timing of two variants, with a control that can refuse the result.
 
 Blocks of calls run in the order A B B A, the next quad in the order B A A B, and so on: linear
-drift cancels inside a quad, quadratic drift between two. Quads of A against A, the control, run
-in between through the same code. verdict.py holds the rules by which a result is dropped, refused
-or believed.
+drift cancels within a quad, quadratic drift between two quads. Quads of A against A, the control,
+run in between through the same code. verdict.py holds the rules that drop quads, refuse results
+or accept them.
 """
 
 from __future__ import annotations
 
 import math
-import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
+from underpar.core.progress import SILENT, Progress
+from underpar.core.versions import device_name, versions
 from underpar.errors import BenchError
 from underpar.lab.clocks import ClockSample, start_clock_sample
 from underpar.lab.verdict import MIN_KEPT_QUADS, Block, Judgement, Series, judge
@@ -28,7 +28,7 @@ _MAX_CALLS = 1_000_000_000
 
 @dataclass(frozen=True)
 class Instruments:
-    """What a run is timed and watched with; tests put exact ones in their place."""
+    """The clock and the sampler of a run; tests use exact ones."""
 
     clock: Callable[[], float] = time.perf_counter
     start_sample: Callable[[], Callable[[], ClockSample | None]] = start_clock_sample
@@ -38,12 +38,12 @@ INSTRUMENTS = Instruments()
 
 
 def no_synchronize() -> None:
-    """Wait for nothing: right where a call returns when its work is done."""
+    """Wait for nothing: for work that is done when its call returns."""
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Two variants of the same work; check raises where their results do not agree."""
+    """Two variants of the same work; `check` raises if their results differ."""
 
     name: str
     what: str
@@ -57,7 +57,7 @@ class Bench:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchResult(Judgement):
-    """Everything one run of a bench saw, and what may be said of it."""
+    """All that one run of a benchmark measured, and its verdict."""
 
     name: str
     what: str
@@ -73,10 +73,10 @@ def run_bench(
     quads: int = 12,
     min_block_seconds: float = 2.0,
     warmup_seconds: float = 30.0,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress = SILENT,
     instruments: Instruments = INSTRUMENTS,
 ) -> BenchResult:
-    """Check, warm up, calibrate and measure; progress gets (quads done, quads in all)."""
+    """Check that the variants agree, warm up, find the number of calls per block, measure."""
     if quads < MIN_KEPT_QUADS or quads % 2:
         raise BenchError(f"quads is {quads}; use an even number of at least {MIN_KEPT_QUADS}")
     if not 0 < min_block_seconds < math.inf or not 0 <= warmup_seconds < math.inf:
@@ -89,12 +89,12 @@ def run_bench(
     calls = _calibrate(bench, min_block_seconds, instruments.clock)
     blocks: list[Block] = []
     series: tuple[Series, Series] = ("measured", "control")
-    for quad in range(quads):
-        # Like the letters, the two series take turns in going first.
-        for turn, kind in enumerate(series if quad % 2 == 0 else series[::-1]):
-            blocks += _run_quad(bench, kind, quad, calls, instruments)
-            if progress is not None:
-                progress(2 * quad + turn + 1, 2 * quads)
+    with progress.task(bench.name, 2 * quads) as task:
+        for quad in range(quads):
+            # Like the letters, the two series take turns in going first.
+            for turn, kind in enumerate(series if quad % 2 == 0 else series[::-1]):
+                blocks += _run_quad(bench, kind, quad, calls, instruments)
+                task.update(2 * quad + turn + 1)
     return BenchResult(
         name=bench.name,
         what=bench.what,
@@ -140,13 +140,13 @@ def _calibrate(bench: Bench, min_seconds: float, clock: Callable[[], float]) -> 
                 f"bench {bench.name}: {calls} calls took {seconds} s, so a block never lasts "
                 f"{min_seconds} s; give it more work per call"
             )
-        # A little over the mark, or noise would make the search creep up to it.
+        # Aim 5 % above the mark: with noise, the search would need many small steps otherwise.
         wanted = 1.05 * calls * min_seconds / seconds if seconds > 0 else math.inf
         calls = max(calls + 1, math.ceil(min(wanted, 10.0 * calls)))
 
 
 def _time_calls(bench: Bench, call: Call, calls: int, clock: Callable[[], float]) -> float:
-    # The first call of a block pays for the change of variant (caches, allocator): not counted.
+    # Not timed: the first call of a block pays for the change of variant (caches, allocator).
     call()
     bench.synchronize()
     start = clock()
@@ -162,7 +162,7 @@ def _run_quad(
     variants = {"A": bench.a, "B": bench.b if series == "measured" else bench.a}
     blocks = []
     for letter in "ABBA" if quad % 2 == 0 else "BAAB":
-        # Started before the block and read after it, the query sees the device under load.
+        # The query runs during the block, so that it sees the device under load.
         finish = instruments.start_sample()
         seconds = _time_calls(bench, variants[letter], calls, instruments.clock)
         if not seconds > 0:
@@ -172,12 +172,8 @@ def _run_quad(
 
 
 def _versions() -> dict[str, str]:
-    versions = {
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "torch": str(torch.__version__),
-    }
+    found = versions("python", "numpy", "torch")
     if torch.cuda.is_initialized():
-        versions["cuda"] = str(torch.version.cuda)
-        versions["accelerator"] = torch.cuda.get_device_name()
-    return versions
+        found["cuda"] = str(torch.version.cuda)
+        found["accelerator"] = device_name(torch.device("cuda"))
+    return found

@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from underpar.artifact import rans
+from underpar.artifact.array_decoder import decode
+from underpar.artifact.array_encoder import encode
+from underpar.artifact.frequencies import normalize_counts
 from underpar.core.runtime import Runtime
 from underpar.errors import BenchError
 from underpar.infer.experts import Proposals
@@ -28,18 +30,18 @@ def coder(runtime: Runtime) -> Bench:
     rng = np.random.default_rng(0)
     codes = np.clip(np.rint(rng.standard_normal(1 << 20) * 31 / 12.85), -31, 31).astype(np.int8)
     symbols = codes.astype(np.int64) + 31
-    freqs = rans.quantize_counts(np.bincount(symbols, minlength=63))
-    squeezed, coded = lzma.compress(codes.tobytes(), preset=9), rans.encode(symbols, freqs)
+    freqs = normalize_counts(np.bincount(symbols, minlength=63))
+    squeezed, coded = lzma.compress(codes.tobytes(), preset=9), encode(symbols, freqs)
 
     def check() -> None:
-        np.testing.assert_array_equal(rans.decode(coded, freqs, len(symbols)), symbols)
+        np.testing.assert_array_equal(decode(coded, freqs, len(symbols)), symbols)
         assert len(coded) < len(squeezed), "rANS came out larger"
 
     return Bench(
         name="coder",
         what=f"decode 1 M int6 weights ({len(squeezed)} bytes of LZMA, {len(coded)} of rANS)",
         a=lambda: lzma.decompress(squeezed),
-        b=lambda: rans.decode(coded, freqs, len(symbols)),
+        b=lambda: decode(coded, freqs, len(symbols)),
         label_a="lzma",
         label_b="rans",
         check=check,

@@ -3,28 +3,45 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from importlib import resources
 from importlib.resources.abc import Traversable
 from typing import Any
 
-from underpar.lab.lever_cards import LeverCard, cost_of
+from underpar.lab.lever_cards import (
+    ABLATION,
+    NOT_MEASURED,
+    Effect,
+    LeverCard,
+    cost_of,
+    lost_mark,
+    read_effects,
+)
 from underpar.recipe import ModelSpec
 
 # Columns; a trailing '#' sets numbers to the right.
-SUMMARY = ("stage", "what", "parameters#", "MFLOP a token#")
+SUMMARY = ("stage", "what", "parameters#", "MFLOP per token#")
 
-PREAMBLE = """# Levers
+INTRODUCTION = """# Levers
 
-A lever is one idea in one file. It plugs into a named seam of the stack (`src/underpar/seams.py`),
-does nothing unless a recipe names it, and says where it comes from and why it is legal. This
-document is made from those files: change them and run
+A lever is one idea in one file. It plugs into a named seam of the stack (`src/underpar/seams.py`)
+and does nothing unless a recipe names it. `docs/lever-walkthrough.md` walks through one file line
+by line.
+
+This page is made from the files of the levers, `src/underpar/lab/effects.toml` and
+`src/underpar/lab/ablation.json`. After a change of one of them run
 
     underpar levers --markdown > docs/levers.md
 
-`underpar levers` prints the table below, `underpar levers NAME` all about one lever.
+`underpar levers` prints a table of all levers, `underpar levers NAME` everything about one.
 
-## How to switch one on
+## All levers
+
+Levers that share a seam act in the order of this table, whatever the order of the recipe.
+
+"""
+
+GUIDE = """## How to switch one on
 
 In a recipe, with a table of the settings that differ from the defaults:
 
@@ -38,69 +55,81 @@ On the command line, where `true` takes the defaults and `false` takes a lever o
     underpar train baseline --data data --set levers.qk_gain=true
     underpar train baseline --data data --set levers.qk_gain.init=4.0
 
-Levers that share a seam act in the order of the table, whatever the order of the recipe.
+Levers of stage "infer" act in scoring: name them in the recipe and use `underpar score --adapt`, or
+name them with `underpar score --with LEVER`.
 
 ## What the figures mean
 
-They are what a lever adds, with default settings, to the model of {num_layers} layers of {dim} with
-{vocab_size:,} pieces ({num_parameters:,} parameters), or to that model with the levers it needs.
-Levers of other stages than "model" add nothing to it.
+The cost of a lever is what it adds, with default settings, to the model of {num_layers} layers of
+{dim} with a vocabulary of {vocab_size:,} ({num_parameters:,} parameters), or to that model with the
+levers it needs. Only levers of stage "model" add something.
 
 - **Parameters**, trained or not.
-- **MFLOP a token**: floating-point operations of one forward pass over a piece of {context:,}
-  tokens, in millions; the model without levers takes {mega_flops:.1f}. A multiply-add of a matrix
-  product counts two; attention four for each channel of a query and each key it sees; any other
-  operation one for each element of its largest tensor. Operations are not seconds: those that are
-  no matrix product take longer than their count says.
-- **Bytes**: two a parameter (fp16, before entropy coding), an upper bound, as recipes may quantize
-  a lever's tensors. Its code, which counts too, is not in it.
-- **Measured**: in this project. Figures under "Source" are those of the sources.
+- **MFLOP per token**: millions of floating-point operations of one forward pass over a segment of
+  {context:,} tokens; the model without levers takes {mega_flops:.1f}. A multiply-add of a matrix
+  product counts as two; attention as four per channel of a query and key it sees; any other
+  operation as one per element of its largest tensor. Operations are not seconds: those that are not
+  matrix products take longer than their count says.
+- **Bytes**: two per parameter (fp16, before entropy coding). This is an upper bound, because
+  recipes may quantize a lever's tensors. The bytes of a lever's code are not in it.
+- **Measured**: by this project. 1 mBPB is a thousandth of a bit per byte, and "better" means fewer
+  bits with the lever. Figures under "Source" are those of the sources. Most figures are of one run;
+  the setting says which. "lost twice" marks a lever that made things worse in two measurements
+  or more and never helped; {lost}."""
 
-## All levers
+MEASURED = """## One recipe without each lever
 
-"""
-
-# What `underpar ablate` wrote, where its result is part of the package.
-ABLATION = resources.files("underpar.lab").joinpath("ablation.json")
-
-MEASURED = """## Measured here
-
-What a lever is worth to a whole stack, as `underpar ablate` measures it. {recipe} (hash
+`underpar ablate` measures what a lever is worth to a whole stack. {recipe} (hash
 {recipe_hash}) was trained on {tokens:,} tokens ({device}) with the seeds {seeds}:
 {mean:.4f} bits per byte of held-out text, with a standard deviation of {sd:.2f} mBPB. Each row is
 one run of the first seed without a lever.
 
-- **Difference**: thousandths of a bit per byte; above 0 the stack is worse without the lever.
+- **Difference**: above 0 the stack is worse without the lever.
 - **Noise**: the difference that chance alone stays within at two standard deviations, given so few
-  seeds (Student's t). Differences within it say nothing; of levers that do nothing, one in 22
-  lies beyond it all the same.
+  seeds (Student's t). A difference within the noise shows nothing. Of levers that have no effect,
+  one in 22 lies beyond the noise all the same.
 - Short runs favor what learns fast: a lever may be worth more, or less, in a run of full length.
 {remark}{loops}
 {table}"""
 
-LOOPS = """- **Loops on**: the loop, and what needs it, is compared with one run that loops from the
-  first step on ({bpb:.4f} bits per byte): in a schedule much of the run would not tell them apart.
+LOOPS = """- **Loops on**: the loop, and levers that need it, are compared with one run that loops
+  from the first step on ({bpb:.4f} bits per byte). With the recipe's schedule the two runs would be
+  equal until the loop starts.
 """
 
 
 def to_markdown(cards: Sequence[LeverCard], ablation: Traversable = ABLATION) -> str:
-    """The document: what a lever is, a summary of all, what was measured, a section each."""
+    """The document: a table of all levers, a guide, what was measured, a section per lever."""
     spec, plain = ModelSpec(), cost_of(())
-    preamble = PREAMBLE.format(
+    effects = {card.name: read_effects(card.name) for card in cards}
+    lost = [name for name, found in effects.items() if lost_mark(found)]
+    guide = GUIDE.format(
         num_layers=spec.num_layers,
         dim=spec.dim,
         vocab_size=spec.vocab_size,
         context=spec.context,
         num_parameters=plain.num_parameters,
         mega_flops=plain.flops_per_token / 1e6,
+        lost=f"so far {', '.join(lost)}" if lost else "no lever has so far",
     )
-    columns = ("lever", *SUMMARY, "bytes#", "measured")
     rows = (
-        (f"[{c.name}](#{c.name})", *summary_row(c), f"{c.num_bytes:,}", c.measured) for c in cards
+        (f"[{card.name}](#{card.name})", *summary_row(card), headline(effects[card.name]))
+        for card in cards
     )
+    table = _table(("lever", *SUMMARY, "measured"), rows)
     measured = ablation_section(json.loads(ablation.read_text())) if ablation.is_file() else ""
-    blocks = [preamble + _table(columns, rows), measured, *map(_section, cards)]
-    return "\n\n".join(filter(None, blocks)) + "\n"
+    sections = (_section(card, effects[card.name]) for card in cards)
+    return "\n\n".join(filter(None, (INTRODUCTION + table, guide, measured, *sections))) + "\n"
+
+
+def headline(effects: Sequence[Effect]) -> str:
+    """The first effect of a lever, and how many more there are."""
+    if not effects:
+        return NOT_MEASURED
+    first, *others = effects
+    worse = sum(effect.verdict == "hurts" for effect in others)
+    more = f"; {len(others)} more" if others else ""
+    return lost_mark(effects) + first.figure + more + (f", {worse} worse" if worse else "")
 
 
 def ablation_section(result: Mapping[str, Any]) -> str:
@@ -145,33 +174,49 @@ def facts_of(card: LeverCard) -> dict[str, str]:
     percent = f" ({card.flops_percent:+.3g} % of the forward pass)" if card.flops_per_token else ""
     adds = (
         f"{_counted(card.num_parameters, 'parameter')}, {_counted(card.num_bytes, 'byte')}, "
-        f"{_mega(card.flops_per_token)} MFLOP a token{percent}"
+        f"{_mega(card.flops_per_token)} MFLOP per token{percent}"
     )
     facts = {
         "Stage": card.stage,
         "Source": card.source,
         "Legal": card.legal,
+        "Cost": card.cost,
+        "Adds": adds,
         "Measured": card.measured,
         "Needs": ", ".join(card.needs),
-        "Adds": adds,
         "Neutral": card.neutral,
     }
     return {title: text for title, text in facts.items() if text}
 
 
 def card_rows(card: LeverCard) -> list[tuple[str, str]]:
-    """All about a lever but its first line, as titles and texts."""
-    rows = [("Why", card.why)] if card.why else []
-    rows += [*facts_of(card).items(), ("Settings", card.settings_note)]
-    return rows + [(f"  {s.name}", f"{s.type}, default {s.default}") for s in card.settings]
+    """Everything about a lever except its first line, as titles and texts."""
+    note, meanings = meanings_of(card)
+    rows = [("Why", card.why), *facts_of(card).items(), ("Settings", note)]
+    for s in card.settings:
+        rows.append((f"  {s.name}", f"{s.type}, default {s.default}: {meanings[s.name]}"))
+    return [(title, text) for title, text in rows if text]
 
 
-def _section(card: LeverCard) -> str:
-    facts = "\n".join(f"- **{title}**: {text}" for title, text in facts_of(card).items())
-    rows = [(f"`{s.name}`", s.type, f"`{s.default}`") for s in card.settings]
-    table = _table(("setting", "type", "default#"), rows) if rows else ""
-    settings = f"Settings: {card.settings_note}"
-    blocks = (f"## {card.name}", card.what, card.why, facts, settings, table)
+def meanings_of(card: LeverCard) -> tuple[str, dict[str, str]]:
+    """The note on all settings, and what each one sets: "`name`: ..." in the docstring."""
+    if not card.settings:
+        return card.settings_note, {}
+    names = "|".join(setting.name for setting in card.settings)
+    note, *parts = re.split(rf"`({names})`: ", card.settings_note)
+    return note.strip(), dict(zip(parts[::2], map(str.strip, parts[1::2]), strict=True))
+
+
+def _section(card: LeverCard, effects: Sequence[Effect]) -> str:
+    facts = facts_of(card)
+    if effects:
+        lines = (f"\n  - {e.figure}: {e.setting} ({e.where})" for e in effects)
+        facts["Measured"] = lost_mark(effects).rstrip() + "".join(lines)
+    bullets = "\n".join(f"- **{title}**: {text}" for title, text in facts.items())
+    note, meanings = meanings_of(card)
+    rows = [(f"`{s.name}`", s.type, f"`{s.default}`", meanings[s.name]) for s in card.settings]
+    table = _table(("setting", "type", "default#", "what it sets"), rows) if rows else ""
+    blocks = (f"## {card.name}", card.what, card.why, bullets, note and f"Settings: {note}", table)
     return "\n\n".join(filter(None, blocks))
 
 

@@ -22,8 +22,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from underpar.artifact import rans
+from underpar.artifact.array_encoder import encode
 from underpar.artifact.format import HEAD_BYTES, squeeze
+from underpar.artifact.frequencies import normalize_counts
 from underpar.errors import BenchError
 from underpar.quant.schemes import QuantizedModel
 
@@ -239,8 +240,8 @@ def side_bytes(
 def _factor_bytes(codes: np.ndarray) -> int:
     """Integers with the counts of their values: less than any byte compressor takes."""
     symbols = codes.reshape(-1).astype(np.int64) - int(codes.min())
-    freqs = rans.quantize_counts(np.bincount(symbols))
-    return len(rans.encode(symbols, freqs)) + 2 * len(freqs)
+    freqs = normalize_counts(np.bincount(symbols))
+    return len(encode(symbols, freqs)) + 2 * len(freqs)
 
 
 def shrink(data: bytes) -> bytes:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from underpar.artifact import gaussian_writer
+from underpar.artifact import matrix_encoder
 from underpar.artifact.budget import class_of
 from underpar.artifact.pack import pack
 from underpar.artifact.unpack import Artifact, LazyArtifact
@@ -90,13 +90,10 @@ class Case:
 
     def tune(self, tensors: QuantizedModel) -> QuantizedModel:
         """The model with its control tensors fitted to the rounded matrices."""
-        own = {name for name, _ in self.model.named_parameters()}
-        halves = [n for n, t in tensors.items() if t.scheme.is_half and n in own]
-        names = [name for name in halves if tensors[name].steps.size <= SMALL_WEIGHTS]
         load(self.model, {name: dequantize(t) for name, t in tensors.items()})
-        found = tune.tune(self.model, names, self.teacher, self.text, self.runtime, self.tuning)
-        tuned = {n: replace(tensors[n], steps=v.reshape(-1).numpy()) for n, v in found.items()}
-        return {**tensors, **tuned}
+        return tune.tune_halves(
+            tensors, self.model, self.teacher, self.text, self.runtime, self.tuning, SMALL_WEIGHTS
+        )
 
     def price(self, weights: Mapping[str, np.ndarray]) -> float:
         """Bits per byte of the documents with these weights."""
@@ -173,7 +170,7 @@ def _count_groups(case: Case, tensors: QuantizedModel) -> Count:
 
 def _count_coder(case: Case, tensors: QuantizedModel) -> Count:
     codes, _ = split(tensors)
-    symbols = sum(map(len, gaussian_writer.encode_many([*codes.values()])))
+    symbols = sum(map(len, matrix_encoder.encode_many([*codes.values()])))
     parts = {"symbols": symbols, **side_bytes(tensors)}
     # The length of each stream.
     parts["framing"] += 4 * len(codes)

@@ -1,20 +1,18 @@
-"""What each way to score gains and costs: one artifact, one text, one machine, a table.
+"""Scoring table: what each way to score gains and costs, on one artifact, text and machine.
 
     plain, sliding windows of several strides, per-document adapters in the published order and in
-    the decodable one, then with the global phase, the n-gram tilt, and strengths that are learnt
+    the decodable one, then with the global phase, the n-gram tilt, and strengths that are learned
 
-Every row is `underpar score` with the options it names, run in one process after a warm-up, with
-the verdict of the audit's probes for its order: whether tokens or lengths to come change a price.
-Seconds are those of pricing and learning, without loading; each row says on what machine it was
-made and when its process began. OUT gets scoring.json, with every row as
-soon as it is measured, and scoring.md; a stopped run continues. With --no-probes verdicts are left
-to another run with the same OUT, on any machine: it measures no row again.
+Every row is `underpar score` with the options that the row names, run in one process after a
+warm-up, with the verdict of the audit's probes for its order: do later tokens or later lengths
+change a price? Seconds are those of pricing and learning, without loading. Each row names the
+machine that measured it and the time at which its process began. OUT gets scoring.json, with
+every row as soon as it is measured, and scoring.md. A stopped run continues. The probes can be
+left to another run with the same OUT, on any machine: that run measures no row again.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -27,7 +25,7 @@ from underpar.audit.probes import first_documents
 from underpar.audit.rules import probe_size
 from underpar.build.artifact import read_artifact
 from underpar.build.scoring import ScoringRequest, open_method, run_method
-from underpar.core.console import progress_bar
+from underpar.core.progress import SILENT, Progress
 from underpar.core.run_folder import RunFolder, write_atomic, write_json
 from underpar.core.runtime import Clock, Runtime, open_runtime
 from underpar.core.versions import device_name, versions
@@ -44,7 +42,7 @@ APART = ("load", "warm-up")
 
 @dataclass(frozen=True)
 class Row:
-    """A way to score and the settings of its levers."""
+    """A way to score, with the settings of its levers."""
 
     title: str
     method: Method
@@ -86,7 +84,7 @@ ROWS = (
 
 @dataclass(frozen=True)
 class Request:
-    """What is scored, on what, which rows, and where results go."""
+    """Which artifact to score, on which text, which rows, and where the results go."""
 
     artifact: Path
     data: Path
@@ -97,8 +95,8 @@ class Request:
     has_probes: bool = True
 
 
-def measure(request: Request) -> dict[str, Any]:
-    """Measure the rows that OUT lacks; returns all that OUT/scoring.json then holds."""
+def measure(request: Request, progress: Progress = SILENT) -> dict[str, Any]:
+    """Measure the rows that OUT/scoring.json lacks, write scoring.md; returns the record."""
     if unknown := [i for i in request.rows if not 0 <= i < len(ROWS)]:
         raise UnderparError(f"--rows {unknown[0]}: expected 0 to {len(ROWS) - 1}")
     artifact, identity = read_artifact(request.artifact)
@@ -117,29 +115,32 @@ def measure(request: Request) -> dict[str, Any]:
     rows = {row["title"]: row for row in record["rows"]}
     chosen = [ROWS[i] for i in request.rows] if request.rows else list(ROWS)
     made = _made(runtime)
-    # Libraries and kernels set themselves up.
+    # A warm-up: libraries and kernels initialize themselves.
     run_method(
         artifact, first_documents(shard, WARM_UP_DOCUMENTS), ScoringRequest(Method(), runtime)
     )
-    with progress_bar("scoring", len(chosen)) as bar:
+    with progress.task("scoring", len(chosen)) as task:
         for done, row in enumerate(chosen):
-            bar.update(done, row.title)
+            task.update(done, row.title)
             method, recipe = open_method(artifact.recipe, row.method, row.changes)
-            own = replace(artifact, recipe=recipe)
+            variant = replace(artifact, recipe=recipe)
             if row.title not in rows:
-                found = measure_row(own, shard, ScoringRequest(method, runtime, Clock("load")))
+                figures = measure_row(
+                    variant, shard, ScoringRequest(method, runtime, Clock("load"))
+                )
                 changes = {"method": asdict(row.method), "changes": list(row.changes)}
-                rows[row.title] = {"title": row.title, **changes, **found, "made": made}
+                rows[row.title] = {"title": row.title, **changes, **figures, "made": made}
                 record["rows"].append(rows[row.title])
                 write_json(path, record)
             if request.has_probes and "later_tokens" not in rows[row.title]:
-                rows[row.title] |= probe(own, shard, ScoringRequest(method, runtime.for_probes))
+                rows[row.title] |= probe(variant, shard, ScoringRequest(method, runtime.for_probes))
                 write_json(path, record)
+    write_atomic(request.out / "scoring.md", to_markdown(record))
     return record
 
 
 def _made(runtime: Runtime) -> dict[str, str]:
-    """Where and when: rows of one process can be compared in time, others hardly."""
+    """Device, versions and start time: only rows of one process can be compared in seconds."""
     return {
         "device": device_name(runtime.device),
         "attention": backend_of(runtime.device, runtime.dtype),
@@ -148,9 +149,9 @@ def _made(runtime: Runtime) -> dict[str, str]:
     }
 
 
-def measure_row(artifact: Artifact, shard: Shard, way: ScoringRequest) -> dict[str, Any]:
-    """Score once."""
-    score = run_method(artifact, shard, way)
+def measure_row(artifact: Artifact, shard: Shard, request: ScoringRequest) -> dict[str, Any]:
+    """Score once; bits per byte, seconds, and events in a wrong order."""
+    score = run_method(artifact, shard, request)
     seconds = sum(value for phase, value in score.seconds.items() if phase not in APART)
     totals = [entry.num_targets for entry in score.entries]
     return {
@@ -163,16 +164,20 @@ def measure_row(artifact: Artifact, shard: Shard, way: ScoringRequest) -> dict[s
     }
 
 
-def probe(artifact: Artifact, shard: Shard, way: ScoringRequest) -> dict[str, int]:
-    """Prices that depend on what comes later."""
+def probe(artifact: Artifact, shard: Shard, request: ScoringRequest) -> dict[str, int]:
+    """How many prices depend on later tokens, and how many on the lengths of later documents."""
 
     def trace(short: Shard) -> list[order.Commit]:
         commits: list[order.Commit] = []
-        own = replace(artifact, recipe=order.for_probes(artifact.recipe, short))
-        run_method(own, short, replace(way, on_commit=lambda *c: commits.append(c)))
+        recipe = order.for_probes(artifact.recipe, short)
+        run_method(
+            replace(artifact, recipe=recipe),
+            short,
+            replace(request, on_commit=lambda *c: commits.append(c)),
+        )
         return commits
 
-    short = order.short_stream(shard, *probe_size(way.runtime.device))
+    short = order.short_stream(shard, *probe_size(request.runtime.device))
     return {
         "later_tokens": order.later_tokens_matter(trace, short, artifact.recipe.model.vocab_size),
         "later_lengths": order.later_lengths_matter(trace, short),
@@ -180,7 +185,7 @@ def probe(artifact: Artifact, shard: Shard, way: ScoringRequest) -> dict[str, in
 
 
 def verdict(row: Mapping[str, Any]) -> str:
-    """In a word or two."""
+    """The verdict of the probes on a row, in a few words."""
     if "later_tokens" not in row:
         return "not probed"
     if row["later_tokens"] or row["wrong_events"]:
@@ -189,7 +194,7 @@ def verdict(row: Mapping[str, Any]) -> str:
 
 
 def to_markdown(record: Mapping[str, Any]) -> str:
-    """The rows as a table; gains are over the first."""
+    """The rows as a table; gains are relative to the first row."""
     lines = [
         "| method | BPB | gain, mBPB | seconds | tokens/s | order | audit |",
         "|---|---:|---:|---:|---:|---|---|",
@@ -207,50 +212,11 @@ def to_markdown(record: Mapping[str, Any]) -> str:
 
 
 def _processes(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """On what, and the rows that one process measured there."""
-    found: dict[str, list[str]] = {}
+    """Machine and start of each process -> the titles of the rows that it measured."""
+    processes: dict[str, list[str]] = {}
     for row in rows:
-        said = "{device}, {attention}, torch {torch}, begun at {began}"
-        # Files of before have rows that do not say.
-        where = said.format(**row["made"]) if "made" in row else "not recorded"
-        found.setdefault(where, []).append(row["title"])
-    return found
-
-
-def read_request(words: Sequence[str] | None = None) -> Request:
-    """The command line, or `words`, as a request."""
-    parser = argparse.ArgumentParser(
-        prog="python -m underpar.lab.scoring_table",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("artifact", type=Path, help="a model.upar")
-    parser.add_argument("--data", type=Path, required=True, help="a data folder")
-    parser.add_argument("--out", type=Path, required=True, help="a folder for the results")
-    listed = ", ".join(f"{i} {row.title}" for i, row in enumerate(ROWS))
-    parser.add_argument("--rows", type=int, nargs="*", default=[], help=f"default: all of {listed}")
-    documents = "held-out documents that are scored, the first ones; 0: all of them"
-    parser.add_argument("--documents", type=int, default=0, help=documents)
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
-    parser.add_argument("--no-probes", action="store_true", help="leave verdicts to another run")
-    found = parser.parse_args(words)
-    paths, rows = (found.artifact, found.data, found.out), tuple(found.rows)
-    return Request(*paths, rows, found.documents, found.device, not found.no_probes)
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    """Measure, write and print; returns the exit code."""
-    try:
-        request = read_request(words)
-        request.out.mkdir(parents=True, exist_ok=True)
-        table = to_markdown(measure(request))
-        write_atomic(request.out / "scoring.md", table)
-        print(table)
-    except (UnderparError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        template = "{device}, {attention}, torch {torch}, begun at {began}"
+        # Rows of older files do not name their machine.
+        where = template.format(**row["made"]) if "made" in row else "not recorded"
+        processes.setdefault(where, []).append(row["title"])
+    return processes

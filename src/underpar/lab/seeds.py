@@ -1,13 +1,10 @@
-"""Runs of one recipe that differ in their seed -> a section of Markdown and a chart beside it.
+"""Seeds: runs of one recipe that differ in their seed -> a section of Markdown and a chart.
 
-    python -m underpar.lab.seeds OUT.md RUN [RUN ...]
-
-Every figure is read from the run folders; where one was not measured, a dash stands in its place.
+Every figure is read from the run folders. A dash stands for a figure that was not measured.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -15,7 +12,7 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 
 from underpar.core.run_folder import RunFolder, write_atomic
-from underpar.errors import RunError, UnderparError
+from underpar.errors import RunError
 from underpar.recipe import Recipe
 from underpar.report import charts
 from underpar.report.build import MAX_POINTS, horizon_of
@@ -25,12 +22,12 @@ from underpar.report.fields import Fields
 from underpar.report.gather import gather
 
 MISSING = "-"
-# A speed is the median of at least so many logged lines.
+# A speed is the median of at least this many logged lines.
 FEWEST_LINES = 3
-# Curves begin at this share of the run: what is before would set their scale.
+# Curves begin at this share of the run: the high losses before it would set their scale.
 FIRST_SHARE = 0.05
 
-# Name of a column -> its digits.
+# Name of a column -> format of its numbers.
 COLUMNS = {
     "live BPB": ",.5f",
     "averaged BPB": ",.5f",
@@ -44,7 +41,7 @@ COLUMNS = {
     "bytes with code": ",.0f",
 }
 
-# What the page of a report gives to charts; the colors are those of its light side.
+# The styles of the report's page that charts need, in its light colors.
 STYLE = """
 text { fill: #6a675f; font: 12px system-ui, sans-serif; }
 .chart { overflow: visible; }
@@ -59,10 +56,10 @@ text { fill: #6a675f; font: 12px system-ui, sans-serif; }
 .c0 { color: #2457a6; } .c1 { color: #c05a16; } .c2 { color: #2f7d4f; }
 .c3 { color: #85499e; } .c4 { color: #a37d12; } .c5 { color: #66707a; }
 """
-# Pixels: the chart, and what its labels take around it.
+# Pixels: the chart, and the space for labels around it.
 WIDTH, HEIGHT, LEFT, RIGHT, ABOVE, BELOW = 800, 240, 64, 24, 56, 56
 
-# Context (0: as the recipe has it throughout) and millions of operations a token.
+# Context (0: the recipe's, throughout) and millions of operations per token.
 Kind = tuple[int, float]
 
 
@@ -70,8 +67,9 @@ Kind = tuple[int, float]
 class Result:
     """What one run measured.
 
-    `figures` are by column, without those that are missing; `speeds` are tokens a second by kind of
-    step, in the order of training; `live` and `average` are held-out bits per byte over seconds.
+    `figures` maps columns to numbers and lacks the missing ones. `speeds` maps kinds of steps to
+    tokens per second, in the order of training. `live` and `average` are held-out bits per byte
+    over seconds.
     """
 
     run: RunReport
@@ -84,7 +82,7 @@ class Result:
 
     @property
     def seed(self) -> int:
-        """What tells a run from the others."""
+        """The seed, in which the runs differ."""
         return self.recipe.train.seed
 
 
@@ -144,7 +142,7 @@ def _figures(run: RunReport, end: Fields) -> dict[str, float]:
 
 
 def _speeds(lines: Sequence[Fields]) -> dict[Kind, float]:
-    """Median tokens a second; loops and contexts show in the operations a token."""
+    """Median tokens per second of each kind of step: context and operations per token."""
     start = Fields(Path(), {"flops": 0.0, "tokens": 0})
     groups: dict[Kind, list[float]] = {}
     for before, line in pairwise([start, *lines]):
@@ -153,12 +151,12 @@ def _speeds(lines: Sequence[Fields]) -> dict[Kind, float]:
         context = line.count("context") if "context" in line.values else 0
         kind = (context, float(f"{flops / 1e6:.4g}"))
         groups.setdefault(kind, []).append(line.number("tokens_per_second"))
-    # A line over a change of kind belongs to neither; there are few of them.
+    # A line that spans a change of kind forms a kind of its own, with too few lines.
     return {kind: median(found) for kind, found in groups.items() if len(found) >= FEWEST_LINES}
 
 
 def require_one_recipe(results: Sequence[Result]) -> None:
-    """Refuse runs that differ in more than their seed: a mean over them would say nothing."""
+    """Refuse runs that differ in more than their seed: their mean would have no meaning."""
     first = results[0]
     for other in results[1:]:
         same = replace(other.recipe, train=replace(other.recipe.train, seed=first.seed))
@@ -176,7 +174,7 @@ def require_one_recipe(results: Sequence[Result]) -> None:
 
 
 def to_markdown(results: Sequence[Result], title: str, chart: str) -> str:
-    """The section: a row a seed with mean and standard deviation, the chart, speeds."""
+    """The section: a row per seed, mean and standard deviation, the chart, speeds."""
     first = results[0]
     devices = "; ".join(sorted({r.about.text("device") for r in results}))
     names = [name for name in COLUMNS if any(name in r.figures for r in results)]
@@ -210,7 +208,7 @@ def _cells(names: Sequence[str], figures: dict[str, float]) -> list[str]:
 def _over_seeds(
     results: Sequence[Result], statistic: Callable[[list[float]], float], fewest: int
 ) -> dict[str, float]:
-    """A statistic of each figure that all runs have."""
+    """A statistic over the runs, of each figure that all runs have."""
     if len(results) < fewest:
         return {}
     shared = [name for name in COLUMNS if all(name in r.figures for r in results)]
@@ -235,9 +233,9 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def draw_curves(results: Sequence[Result]) -> str:
-    """An SVG file: training loss above, held-out bits per byte below, a color a seed.
+    """An SVG file: training loss above, held-out bits per byte below, a color per seed.
 
-    Runs that were validated at their end alone have no curve to show below.
+    The lower chart is left out if the runs were validated only at their end.
     """
     losses, prices = [], []
     for color, result in enumerate(results):
@@ -277,23 +275,3 @@ def _is_curve(lines: Sequence[Line]) -> bool:
 def _late(points: Sequence[Point]) -> list[Point]:
     end = max((x for x, _ in points), default=0.0)
     return [(x, y) for x, y in points if x >= FIRST_SHARE * end]
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """`OUT.md RUN [RUN ...]`; 0, or 2 for a mistake in the call."""
-    arguments = sys.argv[1:] if argv is None else argv
-    if len(arguments) < 2:
-        print("usage: python -m underpar.lab.seeds OUT.md RUN [RUN ...]", file=sys.stderr)
-        return 2
-    out = Path(arguments[0])
-    try:
-        chart = write_results(out, [RunFolder(Path(run)) for run in arguments[1:]])
-    except UnderparError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(f"{out}\n{chart}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

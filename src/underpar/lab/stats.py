@@ -221,19 +221,6 @@ def variance_p(sigma_a: float, sigma_b: float, num_a: int, num_b: int) -> float:
     return float(_scipy_stats().f.sf((sigma_a / sigma_b) ** 2, num_a - 1, num_b - 1))
 
 
-def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's step-down adjusted p values (Holm 1979), in the order given."""
-    for p in p_values:
-        if not 0 <= p <= 1:
-            raise BenchError(f"p value {p} is not in [0, 1]")
-    adjusted = [0.0] * len(p_values)
-    floor = 0.0
-    for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
-        floor = max(floor, min(1.0, (len(p_values) - rank) * p_values[index]))
-        adjusted[index] = floor
-    return adjusted
-
-
 def _checked(values: Values, name: str) -> NDArray[np.float64]:
     array = np.asarray(values, dtype=np.float64)
     if array.ndim != 1 or len(array) < 2:

@@ -1,12 +1,11 @@
-"""Training steps of a recipe on made-up documents: tokens a second, memory, number of graphs.
+"""Training steps of a recipe on made-up documents: tokens per second, memory, number of graphs.
 
-After the warm-up nothing may be compiled again: it is an error here.
+A compilation after the warm-up is an error.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import cycle
 
@@ -14,24 +13,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from underpar.compile.regions import CompiledLoss
-from underpar.core.runtime import Runtime
+from underpar.build.model import build_model
+from underpar.compile.regions import TracedRun
+from underpar.core.progress import SILENT, Progress, Task
+from underpar.core.runtime import Runtime, seed_everything
 from underpar.data.made_up import made_up_batch
 from underpar.errors import BenchError
 from underpar.kernels.attention import backend_of
 from underpar.model.gpt import GPT
-from underpar.recipe import TrainPart
+from underpar.model.network import EAGER
+from underpar.recipe import Recipe, TrainPart
 from underpar.train.optim import Optimizer
-from underpar.train.step import accumulate, mean_loss, step_of
+from underpar.train.step import accumulate, step_of
 
 WARMUP_STEPS = 2
-# Start and end of training: a loop is off at the first and on at the second.
+# Progress at which steps are timed: at the start of training a loop is off, at the end it is on.
 ENDS = (0.0, 1.0)
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of equal steps, at one point of training."""
+    """Equal steps at one progress of training."""
 
     progress: float
     visits: int
@@ -42,7 +44,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Steps:
-    """What the steps of one recipe took; `memory_bytes` is the peak, 0 where it is not counted."""
+    """What the steps of one recipe took; `memory_bytes` is the peak on a GPU, else 0."""
 
     attention: str
     compiled: bool
@@ -54,17 +56,31 @@ class Steps:
     phases: tuple[Phase, ...]
 
 
+def measure_recipe(
+    recipe: Recipe, runtime: Runtime, num_steps: int = 50, progress: Progress = SILENT
+) -> Steps:
+    """Training steps of a recipe with fresh weights."""
+    seed_everything(recipe.train.seed)
+    model = build_model(recipe).to(runtime.device)
+    return measure_steps(model, recipe.train, runtime, num_steps, progress)
+
+
 def measure_steps(
     model: GPT,
     part: TrainPart,
     runtime: Runtime,
     num_steps: int = 50,
-    on_share: Callable[[float], None] = lambda share: None,
+    progress: Progress = SILENT,
 ) -> Steps:
-    """Take `num_steps` steps, half of them as at the start of training and half as at its end."""
+    """Take `num_steps` steps: half as at the start of training, half as at its end."""
     if num_steps < len(ENDS):
         raise BenchError(f"{num_steps} steps: expected at least {len(ENDS)}, one for each end")
-    training = _Training(model, part, runtime)
+    with progress.task("speed", 1 + len(ENDS)) as task:
+        return _measure(_Training(model, part, runtime), num_steps, task)
+
+
+def _measure(training: _Training, num_steps: int, task: Task) -> Steps:
+    model, runtime = training.model, training.runtime
     if runtime.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     started = time.perf_counter()
@@ -73,7 +89,7 @@ def measure_steps(
     num_graphs = training.num_graphs
     phases: list[Phase] = []
     for p in ENDS:
-        on_share((1 + len(phases)) / (1 + len(ENDS)))
+        task.update(1 + len(phases))
         seconds, loss = training.timed(p, num_steps // len(ENDS))
         speed = training.step_tokens / seconds
         visits = len(model.plan)
@@ -94,7 +110,7 @@ def measure_steps(
 
 
 class _Training:
-    """A model, its optimizer and an endless supply of batches."""
+    """A model, its optimizer and endless batches."""
 
     def __init__(self, model: GPT, part: TrainPart, runtime: Runtime) -> None:
         self.plan = step_of(part)
@@ -106,23 +122,22 @@ class _Training:
             made_up_batch(micro, model.spec.vocab_size, rng, part.order)
             for micro in cycle(self.plan)
         )
-        self._loss_of = CompiledLoss() if runtime.compiled else mean_loss
+        self._run = TracedRun() if runtime.compiled else EAGER
 
     @property
     def num_graphs(self) -> int:
         """Graphs compiled so far."""
-        loss_of = self._loss_of
-        return loss_of.regions.num_graphs if isinstance(loss_of, CompiledLoss) else 0
+        return self._run.num_graphs if isinstance(self._run, TracedRun) else 0
 
     def step(self, p: float) -> Tensor:
-        """One step at progress p; its loss."""
+        """Take one step at progress p; returns its loss."""
         self.model.set_progress(p)
-        loss = accumulate(self.model, self._batches, len(self.plan), self.runtime, self._loss_of)
+        loss = accumulate(self.model, self._batches, len(self.plan), self.runtime, self._run)
         self._optimizer.step(1.0, 0.9)
         return loss
 
     def timed(self, p: float, num_steps: int) -> tuple[float, float]:
-        """Seconds a step and the last loss."""
+        """Seconds per step, and the last loss."""
         self.runtime.synchronize()
         started = time.perf_counter()
         for _ in range(num_steps):

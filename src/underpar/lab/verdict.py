@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, TypeVar
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 import numpy as np
 
@@ -33,9 +33,6 @@ from underpar.lab.clocks import ClockSample
 Series = Literal["measured", "control"]
 Verdict = Literal["faster", "slower", "no difference shown", "refused"]
 
-J = TypeVar("J", bound="Judgement")
-
-ALPHA = 0.05
 MIN_KEPT_QUADS = 4
 CONTROL_TOLERANCE = 0.005
 CONTROL_F_LEVEL = 0.001
@@ -99,6 +96,7 @@ class Judgement:
     verdict: Verdict
     reason: str
     p_holm: float | None = None
+    """Always None: one variant is measured, so its p needs no correction. The key stays."""
 
     @property
     def ratio(self) -> float:
@@ -239,30 +237,6 @@ def decide(measured: Summary, control: Summary) -> tuple[Verdict, str]:
     if abs(measured.mean) > floor and all(interval.low > 0 for interval in intervals):
         return "slower", numbers
     return "no difference shown", numbers
-
-
-def correct_for_variants(judgements: Sequence[J]) -> list[J]:
-    """Holm-correct the verdicts of several variants measured against one baseline.
-
-    A difference whose corrected p reaches 0.05 is no longer shown; a refused variant counts with
-    p = 1, so that leaving it out cannot make the others look better.
-    """
-    raw = [
-        1.0 if judged.verdict == "refused" or judged.measured is None else judged.measured.p
-        for judged in judgements
-    ]
-    num = len(judgements)
-    return [_correct(j, p, num) for j, p in zip(judgements, stats.holm(raw), strict=True)]
-
-
-def _correct(judgement: J, p: float, num_variants: int) -> J:
-    lost = judgement.verdict in ("faster", "slower") and p >= ALPHA
-    return replace(
-        judgement,
-        verdict="no difference shown" if lost else judgement.verdict,
-        reason=f"{judgement.reason}; Holm p = {p:.3g} over {num_variants} variants",
-        p_holm=p,
-    )
 
 
 def _exponential(interval: stats.Interval) -> stats.Interval:

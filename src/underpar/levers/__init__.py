@@ -1,4 +1,4 @@
-"""The table of levers: name -> module. A new lever is its file and one line here.
+"""The table of levers: name -> module. A new lever is one file and one line in this table.
 
 Levers that share a seam act in the order of the table.
 """
@@ -11,15 +11,17 @@ from typing import cast
 from underpar.data.transforms import TRANSFORMS
 from underpar.seams import LeverModule
 
-# Modules by name, imported when used: a bundle carries the levers of its recipe and no others.
-# Text transforms live with the data they change, so that a data folder opens without a recipe.
+# Modules are imported when they are used, so a counted script holds the levers of its recipe only.
+# Text transforms live in data/transforms, so that a data folder opens without a recipe.
 LEVERS = {
     **TRANSFORMS,
-    # The stem: tokens to the stream.
+    # The stem: from tokens to the stream.
     "bigram": "underpar.levers.bigram",
     "smear": "underpar.levers.smear",
     "static_smear": "underpar.levers.static_smear",
-    # The order of visits. Lanes open before a skip enters; loops blend before a skip leaves.
+    # The plan of visits. `lanes` stands before `unet`, so that the second lane opens before a skip
+    # enters; the blends of loops stand before `unet`, so that an output is blended before it is
+    # pushed as a skip.
     "loop": "underpar.levers.loop",
     "pass_embed": "underpar.levers.pass_embed",
     "lanes": "underpar.levers.lanes",
@@ -38,7 +40,7 @@ LEVERS = {
     "value_residual": "underpar.levers.value_residual",
     "value_embed": "underpar.levers.value_embed",
     "window": "underpar.levers.window",
-    # The projection off the own value comes before the gates.
+    # `xsa` acts on the plain output of attention, so it comes before the gates.
     "xsa": "underpar.levers.xsa",
     "sparse_attn_gate": "underpar.levers.sparse_attn_gate",
     "gated_attn": "underpar.levers.gated_attn",
@@ -53,16 +55,16 @@ LEVERS = {
     "lawa": "underpar.levers.lawa",
     "qat_lite": "underpar.levers.qat_lite",
     "ste": "underpar.levers.ste",
-    # A tensor belongs to the first adapter that names it: the choosy ones come first.
+    # A tensor belongs to the first adapter that names it, so adapters of few tensors come first.
     "adapt_scales": "underpar.levers.adapt_scales",
     "lora_ttt": "underpar.levers.lora_ttt",
     "adapt_bias": "underpar.levers.adapt_bias",
     "ttt_e2e": "underpar.levers.ttt_e2e",
     "stream_sgd": "underpar.levers.stream_sgd",
     "phased_sgd": "underpar.levers.phased_sgd",
-    # Logits, once all of that has made them.
+    # Changes of the finished logits.
     "token_calibration": "underpar.levers.token_calibration",
-    # Experts tilt in turn: the surest first.
+    # Experts tilt the distribution one after the other, the most certain one first.
     "tilt": "underpar.levers.tilt",
     "match": "underpar.levers.match",
     "counts": "underpar.levers.counts",
@@ -70,5 +72,5 @@ LEVERS = {
 
 
 def lever_module(name: str) -> LeverModule:
-    """The module of a lever in the table."""
+    """The module of a lever of the table."""
     return cast(LeverModule, import_module(LEVERS[name]))

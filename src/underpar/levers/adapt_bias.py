@@ -1,10 +1,16 @@
-"""A bias on the logit of every token, learned while scoring, by SGD on tokens already priced.
+"""Learns a bias for the logit of every token while scoring, by SGD on tokens already priced.
 
-It starts at zero and follows how often the text uses each token; one number a token, before the
-soft cap. Source: the logit bias of PR 1399 (-0.002 BPB), by the gradient steps of dynamic
-evaluation (Krause et al. 2017, arXiv:1709.07432). Legal: unlike the bias of SLOT it is fitted only
-to tokens whose price was committed before; on PR 1399, which also trained before packing, there was
-no ruling.
+The bias starts at zero and follows how often the text uses each token. It is added before the soft
+cap.
+
+Source: the logit bias of PR 1399 (-0.002 BPB), with the gradient steps of dynamic evaluation
+(Krause et al. 2017, arXiv:1709.07432).
+
+Legal: unlike the bias of SLOT it is fitted only to tokens whose price was committed before. There
+was no ruling on PR 1399, which also trained before packing.
+
+Cost: one number per token of the vocabulary, none of them in the artifact, and one backward pass
+per chunk.
 """
 
 from __future__ import annotations
@@ -26,9 +32,12 @@ NAME = "adapt_bias"
 
 @dataclass(frozen=True)
 class Settings(Descent):
-    """SGD on the bias, `epochs` steps a chunk; `clip` 0: none.
-
-    With `horizon_chunks` the rate falls as a cosine to 0 at the last of so many chunks.
+    """`lr`: learning rate.
+    `momentum`: momentum of SGD, 0 up to 1.
+    `clip`: largest norm of the gradient; 0 means no limit.
+    `epochs`: SGD steps per chunk.
+    `horizon_chunks`: number of chunks over which the rate falls to 0 as a cosine; 0 keeps it
+    constant.
     """
 
     lr: float = 2.0
@@ -39,30 +48,30 @@ class Settings(Descent):
 
 
 class Bias(nn.Module):
-    """Logits + bias."""
+    """Adds the bias to the logits."""
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__()
         self.bias = nn.Parameter(torch.zeros(vocab_size))
 
     def adjust(self, site: str, visit: Visit | None, y: Tensor, x: Tensor) -> Tensor:
-        """Shift the logits y (N, V)."""
+        """Add the bias to the logits y (N, V)."""
         return y + self.bias if site == "head" else y
 
 
 class BiasSGD(SGD):
-    """SGD on a bias that is no part of the artifact."""
+    """SGD on a bias that is not part of the artifact."""
 
     def __init__(self, settings: Settings, vocab_size: int) -> None:
         super().__init__(settings, (f"levers.{NAME}.bias",))
         self._vocab_size = vocab_size
 
     def attach(self, model: Any) -> None:
-        """Put a bias of zeros before the cap."""
-        assert NAME not in model.levers, "attached twice"
+        """Add a bias of zeros to the model, before the cap."""
+        assert NAME not in model.levers, "the bias is attached twice"
         bias = Bias(self._vocab_size)
         model.levers[NAME] = bias
-        model.hooks.adjust.append(bias.adjust)
+        model.hooks.change(adjust=bias.adjust)
 
 
 def plug(settings: Settings, spec: ModelSpec) -> BiasSGD:

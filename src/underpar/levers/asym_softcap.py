@@ -1,8 +1,14 @@
-"""Asymmetric soft cap: positive and negative logits have a cap each.
+"""Asymmetric soft cap: gives positive and negative logits a cap each.
 
-The loss contains the caps, so they learn, unlike in its public form: there the training loss has no
-path to them and they stay where they start, an exact identity (PR 1945, PR 2014, PR 2135). Those
-recipes keep them frozen as published (`train = false`). Source: PR 1945. Legal: ordinary weights.
+The loss contains the caps, so they learn. In the public form the training loss has no path to them:
+they stay at their start, which makes the lever an exact identity there (PR 1945, PR 2014, PR 2135).
+The recipes of these systems keep the caps frozen as published (`train = false`).
+
+Source: PR 1945.
+
+Legal: ordinary weights.
+
+Cost: two weights and one selection per logit.
 """
 
 from __future__ import annotations
@@ -20,13 +26,13 @@ STAGE = "model"
 
 @dataclass(frozen=True)
 class Settings:
-    """`train`: false leaves the caps to adaptation."""
+    """`train`: false keeps both caps fixed in training and leaves them to adaptation."""
 
     train: bool = True
 
 
-class AsymSoftcap(nn.Module):
-    """c tanh(l / c), with a c for each sign of l."""
+class Lever(nn.Module):
+    """c tanh(logit / c), with one c per sign of the logit."""
 
     def __init__(self, settings: Settings, spec: ModelSpec) -> None:
         super().__init__()
@@ -36,18 +42,13 @@ class AsymSoftcap(nn.Module):
         self.cap_negative = nn.Parameter(start.clone(), requires_grad=settings.train)
 
     def neutral_(self) -> None:
-        """Both at the model's constant."""
+        """Set both caps to the model's constant."""
         nn.init.constant_(self.cap_positive, self.start)
         nn.init.constant_(self.cap_negative, self.start)
 
-    def cap(self, logits: Tensor) -> Tensor:
+    def cap(self, logits: Tensor, fused: bool) -> Tensor:
         """Bound the logits (N, V)."""
         positive = logits > 0
         cap = torch.where(positive, self.cap_positive, self.cap_negative)
         scale = torch.where(positive, 2.0 / self.cap_positive, 2.0 / self.cap_negative)
-        return soft_cap(logits, cap, scale)
-
-
-def plug(settings: Settings, spec: ModelSpec) -> AsymSoftcap:
-    """The module to hook in."""
-    return AsymSoftcap(settings, spec)
+        return soft_cap(logits, cap, scale, fused)

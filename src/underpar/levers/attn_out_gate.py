@@ -1,8 +1,13 @@
-"""Attention output gate: a gate a head and token between 0 and 2, which starts at 1.
+"""Attention output gate: gates each head, per token, by a factor between 0 and 2 that starts at 1.
 
-Like `sparse_attn_gate`, but the network at step 0 is the one without it. Source: PR 1667 (12
-channels; with SmearGate 1.0 mBPB before quantization); the Qwen team's output gate, Qiu et al.
-2025, arXiv:2505.06708. Legal: it reads the token's own state.
+It is like `sparse_attn_gate`, but at step 0 the network equals the one without the gate.
+
+Source: PR 1667 (12 channels; with SmearGate 1.0 mBPB before quantization); the output gate of Qiu
+et al. 2025, arXiv:2505.06708.
+
+Legal: it reads the token's own state.
+
+Cost: heads x `width` weights per layer, one small product and one sigmoid per token.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ STAGE = "model"
 
 @dataclass(frozen=True)
 class Settings:
-    """`width`: channels the gate reads."""
+    """`width`: number of input channels that the gate reads."""
 
     width: int = 12
 
@@ -27,7 +32,7 @@ class Settings:
         require(self.width > 0, f"levers.attn_out_gate.width = {self.width}: expected 1 or more")
 
 
-class AttnOutGate(nn.Module):
+class Lever(nn.Module):
     """y * 2 sigmoid(W x[:width]), W (heads, width) in each layer."""
 
     def __init__(self, settings: Settings, spec: ModelSpec) -> None:
@@ -36,15 +41,10 @@ class AttnOutGate(nn.Module):
         self.gate = nn.Parameter(torch.zeros(spec.num_layers, spec.num_heads, self.width))
 
     def neutral_(self) -> None:
-        """Set the gates to 1, for every token."""
+        """Set the weights to 0: every gate is 1, for every token."""
         nn.init.zeros_(self.gate)
 
     def attn_out(self, layer: int, y: Tensor, x: Tensor, v: Tensor) -> Tensor:
-        """Gate the heads' output y (N, H, D) by the input x (N, dim)."""
+        """Gate the output y (N, H, D) of the heads by attention's input x (N, dim)."""
         gate = x[:, : self.width].to(y.dtype) @ self.gate[layer].to(y.dtype).T  # (N, H)
         return y * (2.0 * torch.sigmoid(gate)).to(y.dtype)[:, :, None]
-
-
-def plug(settings: Settings, spec: ModelSpec) -> AttnOutGate:
-    """The module to hook in."""
-    return AttnOutGate(settings, spec)

@@ -1,9 +1,16 @@
-"""Bigram-hash embedding: a table indexed by a hash of this token and the one before.
+"""Bigram-hash embedding: adds a learned vector for each pair of neighbouring tokens.
 
-Pairs that matter get a vector of their own from the first step on; the network learns what is left.
-Worth much where training is short or the vocabulary small, little at 8,192 pieces (PR 1218 dropped
-it). Source: PR 549, PR 1219 (3,072 buckets of 160 at a vocabulary of 1,024). Legal: it reads the
-current and the previous token of the same document, nothing later.
+The pair (token, previous token) is hashed to a row of a table, and the row is projected to the
+model's width. The network knows frequent pairs from the first step and learns the rest. The gain is
+large if training is short or the vocabulary is small. It is small at a vocabulary of 8,192: PR 1218
+dropped the table there.
+
+Source: PR 549; PR 1219 (3,072 rows of 160 channels at a vocabulary of 1,024).
+
+Legal: the row depends on the current token and the previous token of the same document only.
+
+Cost: `buckets` x `width` weights for the table, `width` x model width for the projection. One table
+look-up and one small product per token.
 """
 
 from __future__ import annotations
@@ -18,14 +25,18 @@ from underpar.seams import BOS_ID, KVCache
 
 STAGE = "model"
 
-# Odd multipliers of PR 549; the exclusive or keeps (a, b) and (b, a) apart.
+# Odd multipliers of PR 549. They differ, so the pairs (a, b) and (b, a) have different hashes.
 CURRENT, PREVIOUS = 36_313, 27_191
 
 
 @dataclass(frozen=True)
 class Settings:
-    """`buckets` rows of `width` channels, projected to the model's width; `scale` at the start;
-    `by_piece`: the first token of a piece, not of a document, has no token before it (PR 1219)."""
+    """`buckets`: rows of the hash table.
+    `width`: channels of a row, before the projection to the model's width.
+    `scale`: factor on the projected vector at the start of training; it is learned.
+    `by_piece`: true means that the first token of a segment counts as having no previous token (PR
+    1219); false means that only a document's first token does.
+    """
 
     buckets: int = 3072
     width: int = 160
@@ -40,8 +51,8 @@ class Settings:
 TINY = (Settings(), Settings(by_piece=True))
 
 
-class Bigram(nn.Module):
-    """x_t + scale * P table[hash(token t, token t-1)]; a document's first token has its own row."""
+class Lever(nn.Module):
+    """x_t + scale * P table[hash(token t, token t-1)]; the last row is for "no previous token"."""
 
     def __init__(self, settings: Settings, spec: ModelSpec) -> None:
         super().__init__()
@@ -53,18 +64,13 @@ class Bigram(nn.Module):
         nn.init.orthogonal_(self.project.weight)
 
     def neutral_(self) -> None:
-        """Empty the table."""
+        """Set the table to zero."""
         nn.init.zeros_(self.table.weight)
 
     def embed(self, x: Tensor, tokens: Tensor, cache: KVCache) -> Tensor:
-        """Add the pair's vector to the embeddings x (N, dim) of tokens (N,)."""
+        """Add the vector of each pair to the embeddings x (N, dim) of tokens (N,)."""
         last = self.table.num_embeddings - 1
-        mixed = (CURRENT * tokens) ^ (PREVIOUS * cache.previous("bigram", tokens))
-        first = cache.positions == 0 if self.by_piece else tokens == BOS_ID
-        pair = self.project(self.table(torch.where(first, last, mixed % last)))
+        pair_hash = (CURRENT * tokens) ^ (PREVIOUS * cache.previous("bigram", tokens))
+        has_no_previous = cache.positions == 0 if self.by_piece else tokens == BOS_ID
+        pair = self.project(self.table(torch.where(has_no_previous, last, pair_hash % last)))
         return x + self.scale.to(x.dtype) * pair.to(x.dtype)
-
-
-def plug(settings: Settings, spec: ModelSpec) -> Bigram:
-    """The module to hook in."""
-    return Bigram(settings, spec)

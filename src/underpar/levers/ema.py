@@ -1,9 +1,15 @@
-"""An average of the weights over the last part of the run.
+"""Exponential weight average: packs an average of the weights over the last part of the run.
 
-The horizon grows with the run (a fraction of the steps so far), so one setting serves runs of 100
-and of 100,000 steps. Source: polynomial-decay averaging (Shamir and Zhang 2013, arXiv:1212.1824);
-an exponential average is worth about 11 mBPB where the learning rate keeps a floor (PR 2014), and
-for short runs the best horizon is much shorter (PR 2005). Legal: it only sees the weights.
+The time constant is a fraction of the steps so far, so one setting serves runs of 100 and of
+100,000 steps.
+
+Source: polynomial-decay averaging (Shamir and Zhang 2013, arXiv:1212.1824). PR 2014 gains about 11
+mBPB with an exponential average and a learning rate that keeps a floor; in short runs the best time
+constant is much shorter (PR 2005).
+
+Legal: it reads the weights only.
+
+Cost: one fp32 copy of the weights in memory and in each checkpoint, and one pass over it per step.
 """
 
 from __future__ import annotations
@@ -30,29 +36,29 @@ class Settings:
 
 
 class WeightAverage:
-    """fp32 shadow of the weights."""
+    """The average, as an fp32 copy of the weights."""
 
     def __init__(self, horizon: float) -> None:
         self.horizon = horizon
         self._shadow: dict[str, Tensor] = {}
 
     def start(self, weights: Mapping[str, Tensor]) -> None:
-        """Take the initial weights."""
+        """Start the average at the initial weights."""
         self._shadow = {name: w.detach().float().clone() for name, w in weights.items()}
 
     @torch.no_grad()
     def update(self, weights: Mapping[str, Tensor], step: int) -> None:
-        """Fold in the weights after `step` steps."""
-        share = 1.0 / (1.0 + self.horizon * step)
+        """Add the weights after `step` steps to the average."""
+        new_share = 1.0 / (1.0 + self.horizon * step)
         shadows = list(self._shadow.values())
-        torch._foreach_lerp_(shadows, [weights[name].float() for name in self._shadow], share)
+        torch._foreach_lerp_(shadows, [weights[name].float() for name in self._shadow], new_share)
 
     def average(self) -> dict[str, Tensor]:
         """The average by weight name."""
         return dict(self._shadow)
 
     def state(self) -> dict[str, Tensor]:
-        """What a resumed run needs: the average itself."""
+        """What a resumed run needs, which is the average itself."""
         return self.average()
 
     @torch.no_grad()

@@ -1,8 +1,13 @@
-"""GatedAttn: one gate a head and token, read from all channels of the input.
+"""GatedAttn: gates the output of each head, per token, by all channels of the input.
 
-The dense form of `sparse_attn_gate`, 4,096 weights a layer. Source: PR 1736 (weights from N(0,
-0.005^2)); with a bias, PR 1894 (bias 1) and PR 1219 (bias 4), off in both; gated attention, Qiu et
-al. 2025, arXiv:2505.06708. Legal: it reads the token's own state.
+It is the dense form of `sparse_attn_gate`.
+
+Source: PR 1736 (weights from N(0, 0.005^2)). With a bias: PR 1894 (bias 1) and PR 1219 (bias 4),
+switched off in both; gated attention, Qiu et al. 2025, arXiv:2505.06708.
+
+Legal: it reads the token's own state.
+
+Cost: heads x model width weights per layer (4,096 at full size), one product per token.
 """
 
 from __future__ import annotations
@@ -21,7 +26,9 @@ STAGE = "model"
 
 @dataclass(frozen=True)
 class Settings:
-    """`std` of the first weights; `bias`: learned, starting there, unless 0."""
+    """`std`: standard deviation of the weights at the start of training.
+    `bias`: bias before the sigmoid at the start of training, which is learned; 0 means no bias.
+    """
 
     std: float = 0.01
     bias: float = 0.0
@@ -33,7 +40,7 @@ class Settings:
 TINY = (Settings(), Settings(bias=1.0))
 
 
-class GatedAttn(nn.Module):
+class Lever(nn.Module):
     """y * sigmoid(W x + b), W (heads, dim) in each layer."""
 
     def __init__(self, settings: Settings, spec: ModelSpec) -> None:
@@ -44,25 +51,20 @@ class GatedAttn(nn.Module):
         self.bias = nn.Parameter(torch.full(heads, settings.bias)) if settings.bias else None
 
     def neutral_(self) -> None:
-        """Set the gates to one half, for every token."""
+        """Set the weights to 0: every gate is one half, for every token."""
         nn.init.zeros_(self.gate)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
     @torch.no_grad()
     def agree_(self, blocks: Sequence[Any], plain: Sequence[Any]) -> None:
-        """A sigmoid never is 1: twice the scale makes up for the half."""
+        """A sigmoid is never 1: twice the scale of attention makes up for the half."""
         for block in blocks:
             block.attn_scale.mul_(2.0)
 
     def attn_out(self, layer: int, y: Tensor, x: Tensor, v: Tensor) -> Tensor:
-        """Gate the heads' output y (N, H, D) by the input x (N, dim)."""
+        """Gate the output y (N, H, D) of the heads by attention's input x (N, dim)."""
         gate = x.to(y.dtype) @ self.gate[layer].to(y.dtype).T  # (N, H)
         if self.bias is not None:
             gate = gate + self.bias[layer]
         return y * torch.sigmoid(gate).to(y.dtype)[:, :, None]
-
-
-def plug(settings: Settings, spec: ModelSpec) -> GatedAttn:
-    """The module to hook in."""
-    return GatedAttn(settings, spec)

@@ -1,9 +1,14 @@
-"""Two lanes: in the last layers attention and MLP run side by side, each on a stream of its own.
+"""Two lanes: in the last layers attention and MLP run side by side on two residual streams.
 
-Attention reads lane 0 (and alone sees the mix with x0), the MLP reads lane 1, both before either
-has written; each writes to both lanes with learned gains. At the end the lanes are averaged. Skips
-of `unet` enter lane 0. Source: PR 1204, PR 1529, PR 2014 (from layer 8; 2 mBPB in PR 1204, 3 to 4
-in PR 1518 and PR 1529). Legal: it only rewires the token's own states.
+Attention reads lane 0, after the mix with x0 if there is one; the MLP reads lane 1. Both read
+before either writes. Each then writes to both lanes with learned gains. After the last layer the
+output is the mean of the lanes. Skips of `unet` enter lane 0.
+
+Source: PR 1204 (2 mBPB), PR 1518 and PR 1529 (3 to 4 mBPB), PR 2014 (from layer 8).
+
+Legal: it only rewires the token's own states.
+
+Cost: 6 weights per layer and a few element-wise operations per two-lane layer.
 """
 
 from __future__ import annotations
@@ -23,13 +28,16 @@ STAGE = "model"
 
 @dataclass(frozen=True)
 class Settings:
-    """`start`: first layer with two lanes; `residual`: what a lane keeps of itself at first."""
+    """`start`: first layer with two lanes.
+    `residual`: factor that each lane applies to its own content in each layer, at the start of
+    training; it is learned.
+    """
 
     start: int = 8
     residual: float = 1.1
 
 
-class Lanes(nn.Module):
+class Lever(nn.Module):
     """lane <- r lane + p a + p' b; gains p are indexed [layer, source (attn, MLP), lane]."""
 
     def __init__(self, settings: Settings, spec: ModelSpec) -> None:
@@ -40,17 +48,17 @@ class Lanes(nn.Module):
         self.residual = nn.Parameter(torch.full((spec.num_layers, 2), settings.residual))
 
     def neutral_(self) -> None:
-        """Keep both lanes whole and write alike to both."""
+        """Set every gain to 1: both lanes keep their content and get the same updates."""
         nn.init.ones_(self.post)
         nn.init.ones_(self.residual)
 
     @torch.no_grad()
     def agree_(self, blocks: Sequence[Any], plain: Sequence[Any]) -> None:
-        """Side by side is one after the other only where one of the two is silent: take turns."""
+        """In each layer one branch has to be silent: only then do both orders agree."""
         take_turns(self.start, blocks, plain)
 
     def dead(self, plan: Sequence[Visit]) -> dict[str, Tensor]:
-        """Rows of layers that have one lane."""
+        """The rows of layers that have one lane only."""
         rows = torch.arange(len(self.post)) < self.start
         return {
             "post": rows[:, None, None].expand_as(self.post),
@@ -58,27 +66,27 @@ class Lanes(nn.Module):
         }
 
     def check(self, plan: Sequence[Visit]) -> None:
-        """Once open, the lanes stay open to the end."""
+        """Refuse a plan in which a loop returns to a layer before the lanes."""
         layers = [visit.layer for visit in plan]
         first = next(i for i, layer in enumerate(layers) if layer >= self.start)
-        again = [layer for layer in layers[first:] if layer < self.start]
+        early = [layer for layer in layers[first:] if layer < self.start]
         require(
-            not again,
-            f"levers.lanes.start = {self.start}: a loop returns to layer {min(again, default=0)} "
-            "after it; start the lanes behind the loop",
+            not early,
+            f"levers.lanes.start = {self.start}: a loop returns to layer {min(early, default=0)} "
+            "after it; start the lanes after the loop",
         )
 
     def before(self, visit: Visit, stream: Stream) -> None:
-        """Open the second lane; the first is the stream itself."""
+        """Open the second lane as a copy of the stream; the first lane is the stream itself."""
         if visit.layer >= self.start and "lanes" not in stream.kept:
             stream.kept["lanes"] = stream.x
 
     def wires(self, layer: int) -> bool:
-        """True from the first layer with two lanes on."""
+        """True for the layers with two lanes."""
         return layer >= self.start
 
     def wire(self, block: Branches, visit: Visit, stream: Stream) -> None:
-        """Both branches read the old lanes, then both lanes are written."""
+        """Run both branches on the old lanes, then write both lanes."""
         lane0, lane1 = stream.x, stream.kept["lanes"]
         a = block.attend(block.mix(lane0, stream), visit, stream)
         b = block.mlp_branch(lane1, visit)
@@ -88,10 +96,5 @@ class Lanes(nn.Module):
         stream.kept["lanes"] = keep[1] * lane1 + post[0, 1] * a + post[1, 1] * b
 
     def finish(self, stream: Stream) -> None:
-        """Merge by the mean."""
+        """Merge the lanes to their mean."""
         stream.x = 0.5 * (stream.x + stream.kept["lanes"])
-
-
-def plug(settings: Settings, spec: ModelSpec) -> Lanes:
-    """The module to hook in."""
-    return Lanes(settings, spec)

@@ -1,10 +1,14 @@
-"""The uniform average of a few snapshots from the last part of the run.
+"""Latest-weight averaging: packs the uniform average of a few snapshots from the end of the run.
 
-Snapshots are taken every few steps; the final weights are the last. Early steps have no part in it,
-unlike in an exponential average, at the price of an fp32 copy of the weights a snapshot, in memory
-and in each checkpoint. Source: latest-weight averaging (Kaddour 2022, arXiv:2209.14981); twelve
-snapshots, 50 steps apart, are those of an earlier run in the tree of PR 1894, which has no figure
-for them. Legal: it only sees the weights.
+A snapshot is taken every few steps; the newest one follows the weights until the next begins.
+Unlike in an exponential average, early steps have no part in the result.
+
+Source: Kaddour 2022, arXiv:2209.14981. Twelve snapshots, 50 steps apart, are those of an earlier
+run in the tree of PR 1894, which reports no figure for them.
+
+Legal: it reads the weights only.
+
+Cost: one fp32 copy of the weights per snapshot, in memory and in each checkpoint.
 """
 
 from __future__ import annotations
@@ -22,7 +26,9 @@ STAGE = "train"
 
 @dataclass(frozen=True)
 class Settings:
-    """`every`: steps between snapshots; `window`: snapshots that are averaged."""
+    """`every`: steps between snapshots.
+    `window`: number of snapshots that are averaged.
+    """
 
     every: int = 50
     window: int = 12
@@ -33,7 +39,7 @@ class Settings:
 
 
 class LatestWeights:
-    """fp32 snapshots, oldest first; the last one follows the weights until the next begins."""
+    """The snapshots in fp32, oldest first; the newest follows the weights until the next begins."""
 
     def __init__(self, every: int, window: int) -> None:
         self.every = every
@@ -41,11 +47,11 @@ class LatestWeights:
         self._snapshots: list[dict[str, Tensor]] = []
 
     def start(self, weights: Mapping[str, Tensor]) -> None:
-        """Take the initial weights; the first update replaces them."""
+        """Start with the initial weights; the first update replaces them."""
         self._snapshots = [_copy(weights)]
 
     def update(self, weights: Mapping[str, Tensor], step: int) -> None:
-        """Fold in the weights after `step` steps."""
+        """Take the weights after `step` steps into the newest snapshot, or begin another."""
         if step > 1 and (step - 1) % self.every == 0:
             self._snapshots = [*self._snapshots, _copy(weights)][-self.window :]
             return
@@ -53,12 +59,12 @@ class LatestWeights:
         torch._foreach_copy_(list(latest.values()), [weights[name].detach() for name in latest])
 
     def average(self) -> dict[str, Tensor]:
-        """The mean of the snapshots by weight name."""
+        """The mean of the snapshots, by weight name."""
         names = self._snapshots[-1]
         return {name: torch.stack([s[name] for s in self._snapshots]).mean(0) for name in names}
 
     def state(self) -> dict[str, Tensor]:
-        """Every snapshot: "3/blocks.0..." is a weight of the fourth."""
+        """Every snapshot: "3/blocks.0..." is a weight of the fourth one."""
         return {
             f"{i}/{name}": weight
             for i, snapshot in enumerate(self._snapshots)
@@ -67,10 +73,10 @@ class LatestWeights:
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Put checkpointed snapshots back."""
-        here = self._snapshots[-1]
-        num_snapshots = len(state) // len(here)
+        newest = self._snapshots[-1]
+        num_snapshots = len(state) // len(newest)
         self._snapshots = [
-            {name: state[f"{i}/{name}"].to(w.device, copy=True) for name, w in here.items()}
+            {name: state[f"{i}/{name}"].to(w.device, copy=True) for name, w in newest.items()}
             for i in range(num_snapshots)
         ]
 

@@ -1,7 +1,12 @@
-"""Layer scale: one more gain for each channel on both branches of a block.
+"""Layer scale: multiplies what attention and MLP add by one more gain per channel.
 
-It multiplies what attention and the MLP add, on top of their own scales. Source: PR 1894;
-LayerScale, Touvron et al. 2021, arXiv:2103.17239. Legal: an ordinary weight of the network.
+It acts on top of the block's own scales (`attn_scale`, `mlp_scale`).
+
+Source: PR 1894; LayerScale, Touvron et al. 2021, arXiv:2103.17239.
+
+Legal: ordinary weights of the network.
+
+Cost: one vector of the model's width per layer and one element-wise product per branch.
 """
 
 from __future__ import annotations
@@ -18,13 +23,13 @@ STAGE = "model"
 
 @dataclass(frozen=True)
 class Settings:
-    """`init` of every gain; 1 is neutral."""
+    """`init`: every gain at the start of training; 1 changes nothing."""
 
     init: float = 1.0
 
 
-class LayerScale(nn.Module):
-    """A vector for each layer."""
+class Lever(nn.Module):
+    """One vector of gains per layer."""
 
     def __init__(self, settings: Settings, spec: ModelSpec) -> None:
         super().__init__()
@@ -35,10 +40,5 @@ class LayerScale(nn.Module):
         nn.init.ones_(self.scale)
 
     def branch(self, layer: int, y: Tensor) -> Tensor:
-        """Scale what is about to be added, y (N, dim)."""
+        """Scale y (N, dim), which is about to be added to the stream."""
         return self.scale[layer].to(y.dtype) * y
-
-
-def plug(settings: Settings, spec: ModelSpec) -> LayerScale:
-    """The module to hook in."""
-    return LayerScale(settings, spec)

@@ -1,11 +1,23 @@
-"""Learn each document while it is scored: low-rank adapters, trained chunk by chunk.
+"""Per-document LoRA: trains low-rank adapters on each document while it is scored, chunk by chunk.
 
-The adapters of a document are small products beside the model's own, at chosen sites of every visit
-and at the head. A chunk of tokens is priced, then learned from, then the next one is priced; the
-last is priced only. Source: PR 77, PR 1530 (one set a document, 11 mBPB), PR 1767 (A stays warm
-from document to document), PR 2014 (these sites and values); LoRA, arXiv:2106.09685; score first as
-ruled in PR 549. Legal: a token is priced before anything learns from it, and with kept keys the
-size of a chunk depends on the place in the document alone, which a decoder knows too.
+The adapters of a document stand beside the model's own products, at chosen sites of every visit and
+at the head. A chunk of tokens is priced, then learned from, then the next chunk is priced. The last
+chunk of a document is priced only. The defaults are those of PR 2014 for sites, rank, alpha, rate,
+decay, beta2, eps and chunk sizes. They differ from PR 2014 in four points: 64 documents side by
+side instead of 24, keys kept from chunk to chunk instead of computed again, ended documents do not
+decay, and the chunk size follows from the place in the document instead of the longest document of
+a group. `--order published` with `lanes = 24`, `keys = "fresh"` and `decay_all = true` is the
+published loop.
+
+Source: PR 77, PR 1530 (adapters per document, 11 mBPB), PR 1767 (A stays warm from document to
+document), PR 2014 (the values above); LoRA, arXiv:2106.09685; score first as ruled in PR 549.
+
+Legal: a token is priced before anything learns from it. The chunk size depends on the place in the
+document only, which a decoder knows too. The published order is different: it sorts documents by
+length, so a decoder cannot follow it.
+
+Cost: one forward and backward pass per chunk, and adapters with their second moments for each lane.
+The counted script grows by the code of this way to score.
 """
 
 from __future__ import annotations
@@ -16,19 +28,28 @@ from underpar.infer.lora import LoraSettings
 from underpar.recipe import ModelSpec, require
 
 STAGE = "infer"
-# What scores with it, by name: the code of other ways to score is not counted for them.
+# The module that scores with this lever, by name: scripts without the lever do not contain it.
 ENGINE = "underpar.score.ttt.scorer"
 
 
 @dataclass(frozen=True)
 class Settings(LoraSettings):
-    """AdamW without momentum on adapters of `rank`, scaled by `alpha` / rank, at `sites`.
-
-    `chunk`: tokens between updates; `short`: "limit:chunk", smaller chunks up to a limit of tokens;
-    `warm`: a lane's next document starts from the A of its last; `lanes`: documents side by side;
-    `keys`: "kept" from chunk to chunk, or "fresh", the whole window read again for every chunk;
-    `decay_all`: documents that have ended decay too, as published, which the warm A of the next one
-    then shows.
+    """`sites`: products that get adapters: q, k, v, o, mlp, head.
+    `rank`: rank of an adapter.
+    `alpha`: an adapter's output is multiplied by alpha / rank.
+    `lr`: learning rate of AdamW (without momentum).
+    `decay`: decoupled weight decay.
+    `decay_all`: true lets the adapters of ended documents decay too, as published; the warm A of
+    the next document then shows it.
+    `beta2`: decay of the second moments.
+    `eps`: term added to the root of a second moment.
+    `chunk`: tokens between updates.
+    `short`: "limit:chunk" entries; a smaller chunk is used up to that many tokens of a document.
+    `warm`: true starts the next document of a lane from the A of its last one.
+    `lanes`: number of documents side by side.
+    `keys`: "kept" keeps keys and values from chunk to chunk; "fresh" reads the whole window again
+    for every chunk.
+    `seed`: seed of the first A.
     """
 
     def __post_init__(self) -> None:
@@ -37,7 +58,7 @@ class Settings(LoraSettings):
 
 @dataclass(frozen=True)
 class LoraTTT:
-    """The settings; whoever scores documents builds the adapters."""
+    """Hands the settings to the scorer of documents, which builds the adapters."""
 
     settings: Settings
 
@@ -45,12 +66,12 @@ class LoraTTT:
 
     @property
     def lora(self) -> Settings:
-        """What to build adapters from."""
+        """The settings of the adapters."""
         return self.settings
 
 
 def plug(settings: Settings, spec: ModelSpec) -> LoraTTT:
-    """The seam `lora` of the scorer."""
+    """The settings for the scorer of documents, checked against the context."""
     widest = max(settings.chunk, *(int(entry.partition(":")[2]) for entry in settings.short), 1)
     require(
         widest <= spec.context,

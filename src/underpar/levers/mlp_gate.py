@@ -1,8 +1,13 @@
-"""MLP output gate: one gate a token and block on what the MLP adds.
+"""MLP output gate: gates what the MLP adds, per token, by a factor between 0 and 2.
 
-Twelve channels and a bias decide how much of the MLP's answer this token takes; at the start all of
-it. Source: PR 1941 (143 parameters, 0.85 mBPB in three paired seeds). Legal: it reads the token's
-own state.
+Twelve channels of the input and a bias decide how much of the MLP's output the token takes. The
+gate starts at 1.
+
+Source: PR 1941 (143 parameters, 0.85 mBPB in three paired seeds).
+
+Legal: it reads the token's own state.
+
+Cost: `width` + 1 weights per layer, one small product and one sigmoid per token.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ STAGE = "model"
 
 @dataclass(frozen=True)
 class Settings:
-    """`width`: channels the gate reads."""
+    """`width`: number of input channels that the gate reads."""
 
     width: int = 12
 
@@ -27,7 +32,7 @@ class Settings:
         require(self.width > 0, f"levers.mlp_gate.width = {self.width}: expected 1 or more")
 
 
-class MLPGate(nn.Module):
+class Lever(nn.Module):
     """y * 2 sigmoid(w . x[:width] + b) in each layer."""
 
     def __init__(self, settings: Settings, spec: ModelSpec) -> None:
@@ -37,7 +42,7 @@ class MLPGate(nn.Module):
         self.bias = nn.Parameter(torch.zeros(spec.num_layers))
 
     def neutral_(self) -> None:
-        """Set the gates to 1, for every token."""
+        """Set weights and biases to 0: every gate is 1, for every token."""
         nn.init.zeros_(self.gate)
         nn.init.zeros_(self.bias)
 
@@ -45,8 +50,3 @@ class MLPGate(nn.Module):
         """Gate the MLP's output y (N, dim) by its input x (N, dim)."""
         gate = x[:, : self.width].to(y.dtype) @ self.gate[layer].to(y.dtype) + self.bias[layer]
         return y * (2.0 * torch.sigmoid(gate)).to(y.dtype)[:, None]
-
-
-def plug(settings: Settings, spec: ModelSpec) -> MLPGate:
-    """The module to hook in."""
-    return MLPGate(settings, spec)

@@ -1,10 +1,17 @@
-"""MUDD-lite: before each block the token chooses how much of every earlier output to add again.
+"""MUDD-lite: before each block every token chooses how much of each earlier output to add again.
 
-Weights over the embedding and the latest output of each layer: a static part for each layer, and a
-dynamic part that a small network reads from the stream. One way into the block, where the full form
-has four (queries, keys, values, residual). Both parts start at 0, the plain stack. Source:
-MUDDFormer (Xiao et al. 2025, arXiv:2502.12170); PR 1936 (4.1 mBPB against PR 1493, where it stands
-in for `unet` and `x0_mix`). Legal: it reads the token's own earlier states.
+The sources are the embedding and the latest output of each layer. Their weights have a static part
+per layer and a dynamic part, which a small network reads from the stream. The full form has four
+such inputs per block (queries, keys, values, residual); this one has one. Both parts start at 0,
+which is the plain stack.
+
+Source: MUDDFormer (Xiao et al. 2025, arXiv:2502.12170); PR 1936 (4.1 mBPB against PR 1493, where it
+replaces `unet` and `x0_mix`).
+
+Legal: it reads the token's own earlier states.
+
+Cost: a small network per layer, one multiply-add over the stream per source and layer, and the
+memory of all outputs.
 """
 
 from __future__ import annotations
@@ -24,7 +31,7 @@ STAGE = "model"
 
 @dataclass(frozen=True)
 class Settings:
-    """`width` of the small network."""
+    """`width`: hidden channels of the small network."""
 
     width: int = 16
 
@@ -32,7 +39,7 @@ class Settings:
         require(self.width > 0, f"levers.mudd.width = {self.width}: expected at least 1")
 
 
-class Mudd(nn.Module):
+class Lever(nn.Module):
     """x + sum_j (static_j + (V gelu(U norm(x)))_j) source_j; source 0 is the embedding."""
 
     def __init__(self, settings: Settings, spec: ModelSpec) -> None:
@@ -44,12 +51,12 @@ class Mudd(nn.Module):
         nn.init.normal_(self.read, std=spec.dim**-0.5)
 
     def neutral_(self) -> None:
-        """Add nothing."""
+        """Set both parts of the weights to 0: nothing is added."""
         nn.init.zeros_(self.static)
         nn.init.zeros_(self.weigh)
 
     def dead(self, plan: Sequence[Visit]) -> dict[str, Tensor]:
-        """Sources that have not been written whenever a layer is visited."""
+        """The weights of sources that do not exist yet at any visit of a layer."""
         unused = torch.ones(self.static.shape, dtype=torch.bool)
         written = {0}
         for visit in plan:
@@ -73,10 +80,5 @@ class Mudd(nn.Module):
         stream.x = x
 
     def after(self, visit: Visit, x_in: Tensor, stream: Stream) -> None:
-        """Keep the layer's latest output."""
+        """Keep the latest output of the layer."""
         stream.kept["mudd"][visit.layer + 1] = stream.x
-
-
-def plug(settings: Settings, spec: ModelSpec) -> Mudd:
-    """The module to hook in."""
-    return Mudd(settings, spec)

@@ -1,8 +1,14 @@
-"""Norm scale: the normed input of layer l is divided by sqrt(l + 1).
+"""Norm scale: divides the normed input of layer l by sqrt(l + 1).
 
-Deep layers start with smaller inputs and so with smaller steps of the stream. The layer counts, not
-the visit: a looped layer keeps its scale. Source: PR 315 (with partial rotary positions 2.3 mBPB
-jointly; LayerNorm scaling, Sun et al. 2025, arXiv:2502.05795). Legal: a constant of each layer.
+Deep layers start with smaller inputs and make smaller changes to the stream. The layer counts, not
+the visit: a looped layer has the same scale in every pass.
+
+Source: PR 315 (2.3 mBPB jointly with partial rotary positions); LayerNorm scaling, Sun et al. 2025,
+arXiv:2502.05795.
+
+Legal: a constant per layer.
+
+Cost: no weights, one element-wise product per branch.
 """
 
 from __future__ import annotations
@@ -19,7 +25,7 @@ STAGE = "model"
 
 @dataclass(frozen=True)
 class Settings:
-    """The scale of layer l is (l + 1) ** -power."""
+    """`power`: the scale of layer l is (l + 1) ** -power; 0 scales nothing."""
 
     power: float = 0.5
 
@@ -31,22 +37,17 @@ class Settings:
 NEUTRAL = Settings(power=0.0)
 
 
-class NormScale(nn.Module):
-    """No parameters."""
+class Lever(nn.Module):
+    """One constant per layer; no parameters."""
 
     scale: Tensor
 
     def __init__(self, settings: Settings, spec: ModelSpec) -> None:
         super().__init__()
-        # A tensor, not numbers: layers then look alike to a compiler.
+        # A tensor, not Python numbers, so that the compiler can use one graph for all layers.
         scale = torch.arange(1, spec.num_layers + 1).float() ** -settings.power
         self.register_buffer("scale", scale, persistent=False)
 
     def normed(self, layer: int, x: Tensor) -> Tensor:
-        """Scale a normed input (N, dim)."""
+        """Scale the normed input (N, dim)."""
         return x * self.scale[layer]
-
-
-def plug(settings: Settings, spec: ModelSpec) -> NormScale:
-    """The module to hook in."""
-    return NormScale(settings, spec)

@@ -1,7 +1,12 @@
-"""Parallel blocks: from some layer on, attention and MLP read the same input, and both are added.
+"""Parallel blocks: from some layer on, attention and MLP read the same input and both are added.
 
-Source: GPT-J (Wang and Komatsuzaki 2021); PR 1437 (0.5 mBPB), PR 1894 (from layer 7). Legal: it
-only rewires the token's own states.
+The two branches of a block then do not wait for each other.
+
+Source: GPT-J (Wang and Komatsuzaki 2021); PR 1437 (0.5 mBPB), PR 1894 (from layer 7).
+
+Legal: it only rewires the token's own states.
+
+Cost: none; the same operations in another order.
 """
 
 from __future__ import annotations
@@ -21,12 +26,12 @@ STAGE = "model"
 
 @dataclass(frozen=True)
 class Settings:
-    """`start`: the first parallel layer."""
+    """`start`: first parallel layer."""
 
     start: int = 7
 
 
-class Parallel(nn.Module):
+class Lever(nn.Module):
     """x + attention(x) + MLP(x)."""
 
     def __init__(self, settings: Settings, spec: ModelSpec) -> None:
@@ -35,23 +40,18 @@ class Parallel(nn.Module):
         self.start = settings.start
 
     def neutral_(self) -> None:
-        """It has no parameters."""
+        """Nothing to set: the lever has no parameters."""
 
     @torch.no_grad()
     def agree_(self, blocks: Sequence[Any], plain: Sequence[Any]) -> None:
-        """Side by side is one after the other only where one of the two is silent: take turns."""
+        """In each layer one branch has to be silent: only then do both orders agree."""
         take_turns(self.start, blocks, plain)
 
     def wires(self, layer: int) -> bool:
-        """True from the first parallel layer on."""
+        """True for the parallel layers."""
         return layer >= self.start
 
     def wire(self, block: Branches, visit: Visit, stream: Stream) -> None:
-        """Both branches read the block's input."""
+        """Run both branches on the block's input and add both results."""
         x = block.mix(stream.x, stream)
         stream.x = x + block.attend(x, visit, stream) + block.mlp_branch(x, visit)
-
-
-def plug(settings: Settings, spec: ModelSpec) -> Parallel:
-    """The module to hook in."""
-    return Parallel(settings, spec)

@@ -1,9 +1,15 @@
-"""Partial rotary positions: only the first channels of each head carry a place.
+"""Partial rotary positions: rotates only the first channels of each head.
 
-The other channels compare content wherever it stands, which short training learns faster. With
-`ntk_context` the base grows when pieces are longer than that, so that the slowest channels still
-turn as far as they did in pieces of that length. Source: PR 315 (16 of 64 channels, with the norm
-scale: 2.3 mBPB); NTK-aware scaling (bloc97 2023, as in PR 1219). Legal: a function of positions.
+The other channels compare content independent of position, which a short training learns faster.
+With `ntk_context` the rotary base grows for segments that are longer than that length, so that the
+slowest channels turn as far as they did at that length.
+
+Source: PR 315 (16 of 64 channels; 2.3 mBPB jointly with the norm scale); NTK-aware scaling (bloc97
+2023, as in PR 1219).
+
+Legal: a function of positions.
+
+Cost: none; fewer channels are rotated.
 """
 
 from __future__ import annotations
@@ -20,7 +26,9 @@ STAGE = "model"
 
 @dataclass(frozen=True)
 class Settings:
-    """`dims`: rotated channels a head (0: all); `ntk_context`: longest plain piece, 0 for all."""
+    """`dims`: rotated channels per head, an even number; 0 rotates all.
+    `ntk_context`: longest segment, in tokens, that keeps the plain base; 0 never rescales.
+    """
 
     dims: int = 16
     ntk_context: int = 0
@@ -36,8 +44,8 @@ NEUTRAL = Settings(dims=0)
 TINY = (Settings(), Settings(ntk_context=64))
 
 
-class PartialRope(nn.Module):
-    """base ** (-2j / dims) for the pairs j of the first `dims` channels."""
+class Lever(nn.Module):
+    """Frequencies base ** (-2j / dims) for the channel pairs j of the first `dims` channels."""
 
     exponents: Tensor
 
@@ -56,17 +64,12 @@ class PartialRope(nn.Module):
         exponents = torch.arange(0, dims, 2, dtype=torch.float32) / dims
         self.register_buffer("exponents", exponents, persistent=False)
 
-    def base_at(self, context: int) -> float:
-        """The base for pieces of `context` tokens."""
+    def _base_at(self, context: int) -> float:
+        """The rotary base for segments of `context` tokens."""
         if not self.ntk_context or context <= self.ntk_context:
             return self.base
         return self.base * (context / self.ntk_context) ** (self.dims / (self.dims - 2))
 
     def frequencies(self, context: int) -> Tensor:
-        """Frequencies (dims / 2,), in fp32."""
-        return self.base_at(context) ** -self.exponents
-
-
-def plug(settings: Settings, spec: ModelSpec) -> PartialRope:
-    """The module to hook in."""
-    return PartialRope(settings, spec)
+        """The frequencies (dims / 2,), in fp32."""
+        return self._base_at(context) ** -self.exponents

@@ -1,8 +1,14 @@
-"""Frozen pass blend: repeated visits are mixed with the first pass, by constants learned elsewhere.
+"""Frozen pass blend: mixes repeated visits with the outputs of the first pass, by fixed constants.
 
-x <- beta_i x_out + sum_j alpha_ij first_j, where first_j is what looped layer j gave in the first
-pass; no gradient flows into it. Source: PR 1779 (first constants), PR 1801 (those used here, 0.5
-mBPB against PR 1787). Legal: constants fixed before training; it reads the token's own states.
+x <- beta_i x_out + sum_j alpha_ij first_j, where first_j is the output of looped layer j in the
+first pass. No gradient flows into first_j. The constants were learned in a run of the source and
+are not trained here.
+
+Source: PR 1779 (first constants), PR 1801 (the constants used here, 0.5 mBPB against PR 1787).
+
+Legal: the constants are fixed before training, and the mix reads the token's own states.
+
+Cost: no weights. Two element-wise operations per looped layer, plus one, in each repeated visit.
 """
 
 from __future__ import annotations
@@ -21,7 +27,11 @@ NEEDS = ("loop",)
 
 @dataclass(frozen=True)
 class Settings:
-    """Constants of the looped `layers`: one `beta` each, and the rows of `alpha` in a line."""
+    """`layers`: the layers of the loop.
+    `beta`: factor on the output of a repeated visit, one per layer.
+    `alpha`: factors on the first pass's outputs; row i, for layer i, has one factor per layer, and
+    the rows stand one after the other.
+    """
 
     layers: tuple[int, ...] = (3, 4, 5)
     beta: tuple[float, ...] = (1.56, 1.85, 2.13)
@@ -31,7 +41,7 @@ class Settings:
         num = len(self.layers)
         require(
             len(self.beta) == num and len(self.alpha) == num * num,
-            f"levers.pass_blend: {num} layers want {num} values of beta and {num * num} of alpha, "
+            f"levers.pass_blend: {num} layers need {num} values of beta and {num * num} of alpha, "
             f"got {len(self.beta)} and {len(self.alpha)}",
         )
 
@@ -39,7 +49,7 @@ class Settings:
 NEUTRAL = Settings(beta=(1.0,) * 3, alpha=(0.0,) * 9)
 
 
-class PassBlend(nn.Module):
+class Lever(nn.Module):
     """No parameters: the constants are settings."""
 
     def __init__(self, settings: Settings, spec: ModelSpec) -> None:
@@ -48,7 +58,7 @@ class PassBlend(nn.Module):
         self.settings = settings
 
     def check(self, plan: Sequence[Visit]) -> None:
-        """Every layer named is visited before any of them is visited again."""
+        """Refuse layers that are not those of the loop: all come once before any comes again."""
         visits = [visit for visit in plan if visit.layer in self.settings.layers]
         firsts = [visit.repeat == 0 for visit in visits[: len(self.settings.layers)]]
         require(
@@ -57,7 +67,7 @@ class PassBlend(nn.Module):
         )
 
     def after(self, visit: Visit, x_in: Tensor, stream: Stream) -> None:
-        """Keep first outputs; blend them into later ones."""
+        """Keep the outputs of the first pass; blend them into those of later passes."""
         layers = self.settings.layers
         if visit.layer not in layers:
             return
@@ -70,8 +80,3 @@ class PassBlend(nn.Module):
         for j, layer in enumerate(layers):
             x = x + self.settings.alpha[i * len(layers) + j] * firsts[layer]
         stream.x = x
-
-
-def plug(settings: Settings, spec: ModelSpec) -> PassBlend:
-    """The module to hook in."""
-    return PassBlend(settings, spec)

@@ -1,8 +1,12 @@
-"""Pass embeddings: each pass through the loop begins with a vector that says which pass it is.
+"""Pass embeddings: adds a vector at the start of each pass through the loop that names the pass.
 
-The shared weights can then do different work in different passes. Source: PR 1518 (1.2 mBPB
-together with a wider loop; PR 1676 saw nothing). Legal: an ordinary weight, the same for all
-tokens.
+The looped layers share their weights; with this vector they can do different work in each pass.
+
+Source: PR 1518 (1.2 mBPB together with a wider loop). PR 1676 saw no effect.
+
+Legal: ordinary weights, the same for all tokens.
+
+Cost: one vector of the model's width per pass, and one addition per pass and token.
 """
 
 from __future__ import annotations
@@ -22,7 +26,9 @@ NEEDS = ("loop",)
 
 @dataclass(frozen=True)
 class Settings:
-    """`layer`: the loop's first; `passes`: visits that have a vector of their own."""
+    """`layer`: first layer of the loop, before which the vector is added.
+    `passes`: number of passes; each has a vector of its own.
+    """
 
     layer: int = 3
     passes: int = 3
@@ -31,8 +37,8 @@ class Settings:
         require(self.passes > 0, f"levers.pass_embed.passes = {self.passes}: expected at least 1")
 
 
-class PassEmbed(nn.Module):
-    """A vector a pass, starting at 0."""
+class Lever(nn.Module):
+    """One vector per pass, 0 at the start of training."""
 
     def __init__(self, settings: Settings, spec: ModelSpec) -> None:
         super().__init__()
@@ -41,11 +47,11 @@ class PassEmbed(nn.Module):
         self.vectors = nn.Parameter(torch.zeros(settings.passes, spec.dim))
 
     def neutral_(self) -> None:
-        """Say nothing."""
+        """Set the vectors to 0."""
         nn.init.zeros_(self.vectors)
 
     def check(self, plan: Sequence[Visit]) -> None:
-        """One for each pass."""
+        """Refuse a number of passes that is not the number of visits of `layer`."""
         visits, passes = sum(v.layer == self.layer for v in plan), len(self.vectors)
         require(
             passes == visits,
@@ -53,11 +59,6 @@ class PassEmbed(nn.Module):
         )
 
     def before(self, visit: Visit, stream: Stream) -> None:
-        """Add the pass's vector where a pass begins."""
+        """Add the vector of the pass that begins here."""
         if visit.layer == self.layer:
             stream.x = stream.x + self.vectors[visit.repeat].to(stream.x.dtype)
-
-
-def plug(settings: Settings, spec: ModelSpec) -> PassEmbed:
-    """The module to hook in."""
-    return PassEmbed(settings, spec)

@@ -1,10 +1,15 @@
-"""Train all weights on the first documents, once they are priced, before going on.
+"""Global phase: after a share of the documents is priced, trains all weights on them once.
 
-After a share of the documents one pass of SGD over all of them, in chunks, with a rate that falls
-as a cosine; in several phases each pass begins anew, with more documents. Source: the global phase
-of PR 1610 (2,000 documents, -0.0006 BPB) and PR 2014 (2,500 of 50,000); PR 2140 measured -0.0002
-for it on one artifact. Legal: the documents were priced before, and where a phase begins depends on
-the number of documents alone, which a header carries.
+A phase is one pass of SGD over all documents priced so far, in chunks, with a rate that falls as a
+cosine. With several phases each starts anew with more documents. It goes with `lora_ttt`.
+
+Source: the global phase of PR 1610 (2,000 documents, -0.0006 BPB) and PR 2014 (2,500 of 50,000). PR
+2140 measured -0.0002 for it on one artifact.
+
+Legal: the documents were priced before. The place of a phase depends on the number of documents
+only, which a header carries.
+
+Cost: one forward and backward pass over these documents per phase.
 """
 
 from __future__ import annotations
@@ -30,8 +35,14 @@ STAGE = "infer"
 
 @dataclass(frozen=True)
 class Settings:
-    """The first `prefix` (a share) of the documents in `phases`; a step is `chunk_tokens`, or less
-    where documents are few, so that a phase has about `least_steps`."""
+    """`prefix`: share of the documents (0 to 1) after which the last phase runs.
+    `phases`: number of phases, evenly spaced up to `prefix`.
+    `lr`: learning rate at the start of a phase.
+    `momentum`: momentum of SGD, 0 up to 1.
+    `chunk_tokens`: tokens per step.
+    `least_steps`: if there is little text, chunks are made smaller, for about so many steps.
+    `clip`: largest norm of the gradient; 0 means no limit.
+    """
 
     prefix: float = 0.05
     phases: int = 1
@@ -43,28 +54,28 @@ class Settings:
 
     def __post_init__(self) -> None:
         self.descent.check("phased_sgd")
-        share = self.prefix
-        require(0 <= share <= 1, f"levers.phased_sgd.prefix = {share}: expected 0 to 1")
+        prefix = self.prefix
+        require(0 <= prefix <= 1, f"levers.phased_sgd.prefix = {prefix}: expected 0 to 1")
         for key in ("phases", "chunk_tokens", "least_steps"):
             value = getattr(self, key)
             require(value > 0, f"levers.phased_sgd.{key} = {value}: expected 1 or more")
 
     @property
     def descent(self) -> Descent:
-        """The steps of a phase."""
+        """The settings of SGD in a phase."""
         return Descent(self.lr, self.momentum, self.clip)
 
 
 class PhasedSGD:
-    """Where phases begin, and what one does."""
+    """Says when a phase begins, and runs it."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
 
     def boundaries(self, num_documents: int) -> tuple[int, ...]:
-        """Numbers of documents after which a phase begins, rising; few documents, fewer phases."""
+        """Rising numbers of documents after which phases begin; few documents have fewer phases."""
         phases = self.settings.phases
-        # Rounded: a share of 0.05 is meant as 2,500 of 50,000 whatever its last bit.
+        # Rounded, so that 0.05 of 50,000 is 2,500 whatever the last bit of 0.05 is.
         last = round(self.settings.prefix * num_documents)
         ends = (last * (phase + 1) // phases for phase in range(phases))
         return tuple(sorted({end for end in ends if end}))
@@ -74,7 +85,8 @@ class PhasedSGD:
     ) -> int:
         """One pass over documents that begin with BOS; returns the number of steps.
 
-        As published each is followed by its last target, a BOS: two meet at every joint.
+        As published, each document is followed by its last target, a BOS, so two BOS tokens meet
+        between documents.
         """
         if not documents:
             return 0
@@ -86,5 +98,5 @@ class PhasedSGD:
 
 
 def plug(settings: Settings, spec: ModelSpec) -> PhasedSGD:
-    """What the document engine asks."""
+    """The global phase for the scorer of documents."""
     return PhasedSGD(settings)

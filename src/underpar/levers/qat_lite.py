@@ -1,10 +1,16 @@
-"""QAT-lite: late in training, queries and keys of the last layers are drawn to what packing stores.
+"""QAT-lite: late in training, pulls late layers' queries and keys towards what packing stores.
 
-A penalty on the distance between a weight and its six-bit rounding, which is held constant, added
-every few steps and rising to the end. As published it does nothing: the mean over elements leaves
-each one a gradient of some 1e-10, five orders of magnitude below that of the loss. With `total` the
-distance is summed over a matrix instead, and the two gradients are of one order of magnitude.
-Source: PR 1894. Legal: it only sees the weights.
+The loss gets a penalty on the distance between a weight and its six-bit rounding, which is held
+constant. It is added every few steps and rises to the end of the run. As published it does nothing:
+the mean over elements leaves each element a gradient of some 1e-10, five orders of magnitude below
+that of the loss. With `total` the distance is summed over a matrix, and the two gradients are of
+one order of magnitude.
+
+Source: PR 1894.
+
+Legal: it reads the weights only.
+
+Cost: one rounding of the chosen matrices in every `every`-th step after `start`.
 """
 
 from __future__ import annotations
@@ -26,8 +32,12 @@ BITS, SIGMAS = 6, 12.85
 
 @dataclass(frozen=True)
 class Settings:
-    """`layers` it draws, its `strength` at the end of the run, from `start` of it on, every `every`
-    steps; `total`: the sum over a matrix instead of the mean."""
+    """`layers`: layers whose query and key matrices are pulled.
+    `strength`: factor on the penalty at the end of the run; it rises linearly from 0 at `start`.
+    `start`: share of the training budget (0 to 1) after which the penalty acts.
+    `every`: the penalty is added in every so many steps.
+    `total`: true sums the squared distance over a matrix; false takes its mean, as published.
+    """
 
     layers: tuple[int, ...] = (7, 8, 9, 10)
     strength: float = 0.02
@@ -43,12 +53,12 @@ class Settings:
         require(every > 0, f"levers.qat_lite.every = {every}: expected at least 1")
 
 
-# By default so short a run would not see it.
+# With the defaults the few steps of a test would not reach `start`.
 TINY = (Settings(start=0.0, every=1),)
 
 
-class QatLite:
-    """Adds to the loss, keeps nothing."""
+class Lever:
+    """A term of the loss; it keeps no state."""
 
     def __init__(self, settings: Settings, spec: ModelSpec) -> None:
         self.settings = settings
@@ -56,7 +66,7 @@ class QatLite:
         self.names = [f"blocks.{layer}.attn.{part}.weight" for layer in layers for part in "qk"]
 
     def penalty(self, model: nn.Module, step: int, p: float) -> Tensor | None:
-        """The mean distance of the matrices from their rounding, scaled; None in other steps."""
+        """The scaled mean distance of the matrices from their rounding; None in other steps."""
         start = self.settings.start
         if p < start or step % self.settings.every:
             return None
@@ -67,8 +77,3 @@ class QatLite:
     def _distance(self, weight: Tensor) -> Tensor:
         squared = (weight - round_rows(weight.detach(), BITS, SIGMAS)).square()
         return squared.sum() if self.settings.total else squared.mean()
-
-
-def plug(settings: Settings, spec: ModelSpec) -> QatLite:
-    """The penalty for the training loop."""
-    return QatLite(settings, spec)

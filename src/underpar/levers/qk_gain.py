@@ -1,8 +1,13 @@
-"""A learned gain on the queries of each head: sharper attention from the first step.
+"""Query gain: multiplies the queries of each head by a learned gain, for sharper attention.
 
-With unit-RMS queries and keys the scores are bounded by sqrt(D); a gain above 1 lifts that bound.
-Source: PR 1125 (1.5 -> 4 gained 3.9 mBPB in short runs), PR 1413, PR 1953. Legal: it is an ordinary
-weight of the network, trained on training text.
+Queries and keys have unit RMS, which bounds the attention scores by sqrt(head dimension). A gain
+above 1 lifts that bound from the first step.
+
+Source: PR 1125 (1.5 -> 4 gained 3.9 mBPB in short runs), PR 1413, PR 1953.
+
+Legal: ordinary weights of the network, trained on training text.
+
+Cost: one weight per head and layer, one element-wise product on the queries.
 """
 
 from __future__ import annotations
@@ -20,13 +25,13 @@ STAGE = "model"
 
 @dataclass(frozen=True)
 class Settings:
-    """`init`: the gain every head starts from; 1 is neutral."""
+    """`init`: gain of every head at the start of training; 1 changes nothing."""
 
     init: float = 5.25
 
 
-class QKGain(nn.Module):
-    """One gain a head and layer."""
+class Lever(nn.Module):
+    """One gain per head and layer."""
 
     def __init__(self, settings: Settings, spec: ModelSpec) -> None:
         super().__init__()
@@ -41,8 +46,3 @@ class QKGain(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Scale the queries (N, H, D)."""
         return q * self.gain[visit.layer].to(q.dtype)[:, None], k, v
-
-
-def plug(settings: Settings, spec: ModelSpec) -> QKGain:
-    """The module to hook in."""
-    return QKGain(settings, spec)

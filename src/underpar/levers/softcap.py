@@ -1,8 +1,13 @@
-"""A learned soft cap: the bound on the logits is a weight, trained with the network.
+"""Learned soft cap: makes the bound on the logits a trained weight.
 
-c tanh(l / c) with one c, starting at the model's constant; adaptation may move it while scoring.
-Source: soft caps, Gemma 2 (arXiv:2408.00118), constant there and in PR 2014. Legal: an ordinary
-weight of the network.
+c tanh(logit / c) with one c, which starts at the model's constant. Adaptation may move c while
+scoring.
+
+Source: soft caps of Gemma 2 (arXiv:2408.00118), constant there and in PR 2014.
+
+Legal: an ordinary weight of the network.
+
+Cost: one weight.
 """
 
 from __future__ import annotations
@@ -20,12 +25,12 @@ STAGE = "model"
 
 @dataclass(frozen=True)
 class Settings:
-    """`train`: false leaves the cap to adaptation."""
+    """`train`: false keeps the cap fixed in training and leaves it to adaptation."""
 
     train: bool = True
 
 
-class Softcap(nn.Module):
+class Lever(nn.Module):
     """One cap for all logits."""
 
     def __init__(self, settings: Settings, spec: ModelSpec) -> None:
@@ -34,14 +39,9 @@ class Softcap(nn.Module):
         self.cap_both = nn.Parameter(torch.tensor(spec.softcap), requires_grad=settings.train)
 
     def neutral_(self) -> None:
-        """The model's constant."""
+        """Set the cap to the model's constant."""
         nn.init.constant_(self.cap_both, self.start)
 
-    def cap(self, logits: Tensor) -> Tensor:
+    def cap(self, logits: Tensor, fused: bool) -> Tensor:
         """Bound the logits (N, V)."""
-        return soft_cap(logits, self.cap_both)
-
-
-def plug(settings: Settings, spec: ModelSpec) -> Softcap:
-    """The module to hook in."""
-    return Softcap(settings, spec)
+        return soft_cap(logits, self.cap_both, fused=fused)

@@ -1,8 +1,14 @@
-"""Static smear: every channel mixes a fixed, learned share of the previous token into this one.
+"""Static smear: mixes a fixed, learned share of the previous token into each channel.
 
-x <- (1 - g) x + g x_previous on normed embeddings, g = sigmoid(gamma); at the start half and half.
-It knows pieces, not documents: only the first token of a piece has nothing before it. Source:
-PR 1219 (as the stem of that recipe). Legal: the mix uses the current and the previous token only.
+x <- (1 - g) x + g x_previous on the normed embeddings, with g = sigmoid(gamma) per channel. At the
+start of training each token is half itself and half its predecessor. The lever knows segments, not
+documents: only the first token of a segment has no predecessor.
+
+Source: PR 1219, whose stem it is.
+
+Legal: the mix reads the current and the previous token only.
+
+Cost: one weight per channel and three element-wise operations on the embeddings.
 """
 
 from __future__ import annotations
@@ -20,29 +26,24 @@ STAGE = "model"
 
 @dataclass(frozen=True)
 class Settings:
-    """`init` of gamma: the share starts at its sigmoid."""
+    """`init`: gamma at the start of training; the share of the previous token is its sigmoid."""
 
     init: float = 0.0
 
 
-class StaticSmear(nn.Module):
-    """One share a channel."""
+class Lever(nn.Module):
+    """One share per channel."""
 
     def __init__(self, settings: Settings, spec: ModelSpec) -> None:
         super().__init__()
         self.gamma = nn.Parameter(torch.full((spec.dim,), settings.init))
 
     def neutral_(self) -> None:
-        """The sigmoid of -200 is 0 to the last bit."""
+        """Set gamma to -200, whose sigmoid is exactly 0: nothing is mixed in."""
         nn.init.constant_(self.gamma, -200.0)
 
     def stem(self, x: Tensor, tokens: Tensor, cache: KVCache) -> Tensor:
-        """Smear the normed embeddings x (N, dim)."""
+        """Mix the previous token into the normed embeddings x (N, dim)."""
         share = torch.sigmoid(self.gamma).to(x.dtype)
-        inside = (cache.positions > 0).to(x.dtype)[:, None]
-        return (1.0 - share) * x + share * inside * cache.previous("static_smear", x)
-
-
-def plug(settings: Settings, spec: ModelSpec) -> StaticSmear:
-    """The module to hook in."""
-    return StaticSmear(settings, spec)
+        has_previous = (cache.positions > 0).to(x.dtype)[:, None]
+        return (1.0 - share) * x + share * has_previous * cache.previous("static_smear", x)

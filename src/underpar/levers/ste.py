@@ -1,14 +1,18 @@
-"""Straight-through rounding: late in training, losses are those of the weights packing would store.
+"""Straight-through rounding: late in training, the loss is that of the weights packing would store.
 
-In each step the matrices are rounded for the forward and backward passes and put back before the
-optimizer steps. The gradient of w + stopgrad(Q(w) - w) is the gradient at Q(w), so this is fake
-quantization, exactly, without a line in the network: no second graph, nothing that a compiler could
-freeze. Published versions switch it by a flag of the network, which the compiler froze at its first
-trace, so that late rounding never ran. Q is the packer's rounding, halves of steps and all; choose
-`bits` and `sigmas` as in quant.rules. Cost: one rounding and one copy of each matrix a step, and
-the memory of the copies. Source: straight-through estimator (Bengio, Leonard and Courville 2013,
-arXiv:1308.3432); rounding of all weights in training since PR 65, dropped as of little or no
-benefit by PR 1218. Legal: it only sees the weights.
+In each step the matrices are rounded for the forward and backward pass and restored before the
+optimizer steps. The gradient of w + stopgrad(Q(w) - w) is the gradient at Q(w), so this is exactly
+fake quantization. The network itself has no code for it: no second graph, and nothing that a
+compiler could freeze. Published versions use a flag of the network, which the compiler froze at its
+first trace, so that late rounding never ran. Q is the rounding of packing, fp16 steps included;
+choose `bits` and `sigmas` as in quant.rules.
+
+Source: straight-through estimator (Bengio, Leonard and Courville 2013, arXiv:1308.3432); rounding
+of all weights in training since PR 65; PR 1218 dropped it for little or no benefit.
+
+Legal: it reads the weights only.
+
+Cost: one rounding and one copy of each chosen matrix per step, and the memory of the copies.
 """
 
 from __future__ import annotations
@@ -21,18 +25,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from underpar.quant.row_steps import row_steps
 from underpar.recipe import ModelSpec, require
 
 STAGE = "train"
 
-# What a stored step may be: a normal half.
-SMALLEST_STEP, LARGEST_STEP = 2.0**-14, 65504.0
-
 
 @dataclass(frozen=True)
 class Settings:
-    """From `start` of the run on, matrices whose names fit `pattern` are rounded to integers of
-    `bits` bits, `sigmas` row deviations wide (0: as wide as the row's largest value)."""
+    """`start`: share of the training budget (0 to 1) after which weights are rounded.
+    `pattern`: name pattern of the matrices that are rounded.
+    `bits`: bits of a stored integer.
+    `sigmas`: width of the integer range in standard deviations of a row; 0 takes the row's largest
+    value.
+    """
 
     start: float = 0.85
     pattern: str = "blocks.*.weight"
@@ -46,27 +52,27 @@ class Settings:
         require(0 <= sigmas < 1000, f"levers.ste.sigmas = {sigmas}: expected 0 to 1000")
 
 
-# Training is never at 1 of its budget.
+# In every step of training `p` is below 1.
 NEUTRAL = Settings(start=1.0)
-# By default so short a run would not see it.
+# With the defaults the few steps of a test would not reach `start`.
 TINY = (Settings(start=0.0),)
 
 
 class StraightThrough:
-    """Rounds weights for the passes of a step."""
+    """Rounds weights for the forward and backward pass of a step."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
 
     def disguise(self, weights: Mapping[str, Tensor], p: float) -> AbstractContextManager[None]:
-        """Inside, the matrices are rounded; behind it, they are what they were, bit for bit."""
+        """Round the matrices inside the context; restore them bit for bit after it."""
         pattern = self.settings.pattern
         chosen = [
             weight
             for name, weight in weights.items()
             if weight.ndim > 1 and fnmatch.fnmatchcase(name, pattern)
         ]
-        # Asked from the first step on, so that nobody trains to `start` for nothing.
+        # Checked from the first step on, not only after `start`: a wrong pattern fails at once.
         require(
             bool(chosen),
             f"levers.ste.pattern = {pattern!r} fits no matrix of the model; try 'blocks.*.weight'",
@@ -91,16 +97,11 @@ def round_rows(weight: Tensor, bits: int, sigmas: float) -> Tensor:
     """The weight as the scheme intB:k stores it, or intB where `sigmas` is 0."""
     limit = 2 ** (bits - 1) - 1
     rows = weight.flatten(1)  # (R, C)
-    # One column has no deviation; its largest value serves.
-    if sigmas and rows.shape[1] > 1:
-        widths = sigmas * rows.std(dim=1, keepdim=True)
-    else:
-        widths = rows.abs().amax(dim=1, keepdim=True)
-    steps = (widths / limit).clamp(SMALLEST_STEP, LARGEST_STEP).half().to(rows.dtype)
+    steps = row_steps(rows, limit, sigmas)[:, None].half().to(rows.dtype)
     codes = (rows / steps).round().clamp(-limit, limit)
     return (codes * steps).view_as(weight)
 
 
 def plug(settings: Settings, spec: ModelSpec) -> StraightThrough:
-    """The disguise for the training loop."""
+    """The fake quantization for the training loop."""
     return StraightThrough(settings)

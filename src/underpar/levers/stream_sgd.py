@@ -1,11 +1,15 @@
-"""Train the whole model on the text while scoring it, by SGD on chunks already priced.
+"""Trains the whole model on the text while scoring it, by SGD on chunks already priced.
 
-The chunks are those of score.adapt_tokens (32,768 as published); a chunk's own price never sees
-them. The rate is constant: a decoder does not know how many chunks there will be. The published
-cosine over all of them needs `horizon_chunks`, which is side information: a header would have to
-carry it. Source: score-first test-time training in PR 461, PR 549 (lr 0.002) and PR 1413 (lr
-0.005), three epochs each, -0.0015 to -0.0031 BPB. Legal: a chunk is learned from only after its
-price was committed, and is never priced again.
+Chunks have score.adapt_tokens tokens (32,768 as published). The rate is constant, because a decoder
+does not know how many chunks there will be. The published cosine over all chunks needs
+`horizon_chunks`, which is side information: a header would have to carry it.
+
+Source: score-first test-time training in PR 461, PR 549 (lr 0.002) and PR 1413 (lr 0.005), three
+epochs each, -0.0015 to -0.0031 BPB.
+
+Legal: a chunk is learned from only after its price was committed, and it is never priced again.
+
+Cost: `epochs` forward and backward passes per chunk, and a velocity for every weight.
 """
 
 from __future__ import annotations
@@ -20,9 +24,13 @@ STAGE = "infer"
 
 @dataclass(frozen=True)
 class Settings(Descent):
-    """SGD on the tensors that `patterns` name, `epochs` steps a chunk; `clip` 0: none.
-
-    With `horizon_chunks` the rate falls as a cosine to 0 at the last of so many chunks.
+    """`lr`: learning rate.
+    `momentum`: momentum of SGD, 0 up to 1.
+    `clip`: largest norm of the gradient; 0 means no limit.
+    `epochs`: SGD steps per chunk.
+    `horizon_chunks`: number of chunks over which the rate falls to 0 as a cosine; 0 keeps it
+    constant.
+    `patterns`: name patterns of the tensors that are trained.
     """
 
     lr: float = 0.005

@@ -1,13 +1,18 @@
-"""Believe a token that has followed the last fifteen before: more weight for it, then renormalize.
+"""N-gram tilt: raises the probability of the token that followed the same fifteen tokens before.
 
-A table over the scored stream keeps what came behind every context of order - 1 tokens; where one
-token came `min_confidence` of the time, its logit gets `boost` nats. Long repetitions are rare
-(1.3 % of FineWeb's targets) and nearly sure, and a small model cannot remember them. Numba makes it
-fast (millions of tokens a second); without it the same proposals take tens of times as long.
-Source: the token expert of PR 1420, PR 1514 and PR 2135, worth about 0.5 mBPB there. Legal: a hint
-is made from targets before its own, whether or not it comes true, and the tilted distribution sums
-to one (R08, R09). The experts gated by the class of the target itself, as in PR 1967, are not here:
-their silence gives the target away.
+A table over the scored stream keeps what came after every context of order - 1 tokens. If one token
+came in at least `min_confidence` of the cases, its logit gets `boost` nats and the distribution is
+normalized again. Long repetitions are rare (1.3 % of FineWeb's targets) and nearly certain, and a
+small model cannot remember them.
+
+Source: the token expert of PR 1420, PR 1514 and PR 2135, worth about 0.5 mBPB there.
+
+Legal: a hint is made from the targets before its own, whether or not it comes true, and the tilted
+distribution sums to one (R08, R09). Experts that are gated by the class of the target itself, as in
+PR 1967, are not here: their silence gives the target away.
+
+Cost: one table look-up per token; millions of tokens per second with Numba, tens of times slower
+without it. The table has up to 2 GB.
 """
 
 from __future__ import annotations
@@ -23,10 +28,11 @@ STAGE = "infer"
 
 @dataclass(frozen=True)
 class Settings:
-    """`min_confidence`: share of a context's past that its best token must have.
-
-    `strength`: "fixed" (`boost` for every hint), "confidence" (in proportion to it) or "hedge"
-    (learnt while scoring).
+    """`order`: length of an n-gram: the context and the token that follows.
+    `min_confidence`: share of a context's past that its best token must have, 0 to 1.
+    `strength`: how far a hint is believed: "fixed" (always `boost`), "confidence" (`boost` times
+    the hint's confidence) or "hedge" (learned while scoring).
+    `boost`: nats added to the logit of a hint; "hedge" does not use it.
     """
 
     order: int = 16
@@ -36,13 +42,13 @@ class Settings:
 
     def __post_init__(self) -> None:
         largest = LONGEST_CONTEXT + 1
-        order, share = self.order, self.min_confidence
+        order, confidence = self.order, self.min_confidence
         require(2 <= order <= largest, f"levers.tilt.order = {order}: expected 2 to {largest}")
-        require(0 <= share <= 1, f"levers.tilt.min_confidence = {share}: expected 0 to 1")
+        require(0 <= confidence <= 1, f"levers.tilt.min_confidence = {confidence}: expected 0 to 1")
         check_strength("tilt", self.strength, self.boost)
 
 
-# A hint that is not believed at all.
+# Hints have no effect.
 NEUTRAL = Settings(boost=0.0)
 
 

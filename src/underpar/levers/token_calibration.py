@@ -1,11 +1,17 @@
-"""A scale and a bias for the logits of each class of tokens, fitted when the model is packed.
+"""Logit calibration: scales and shifts the logits of each class of tokens, fitted at packing.
 
-z -> scale z + bias behind the soft cap, with one pair for each of seven classes: control and byte
-pieces, then ranges of ids that grow geometrically, as BPE numbers its pieces in the order of its
-merges. Packing fits the pairs to the rounded model, on training text that the run did not come to
-(`quant/logit_fit.py`), and writes them into the artifact's recipe. Source: PR 1884 and PR 1924 (one
-scale, biases by the spelling of a token, 100,000 training tokens). Legal: fitted to training text
-before the artifact is written, whose bytes hold the numbers, and the same for every token scored.
+z -> scale z + bias after the soft cap, with one pair for each of seven classes. The first class is
+control and byte tokens. The others are ranges of ids that grow geometrically, because BPE numbers
+its tokens in the order of its merges. `underpar pack` fits the pairs to the rounded model, on
+training text that the run did not read (`quant/logit_fit.py`), and writes them into the artifact's
+recipe.
+
+Source: PR 1884 and PR 1924 (one scale, biases by the spelling of a token, 100,000 training tokens).
+
+Legal: the numbers are fitted to training text before the artifact is written, the artifact's bytes
+hold them, and they are the same for every token scored.
+
+Cost: 14 numbers in the artifact's recipe, and one multiply-add per logit.
 """
 
 from __future__ import annotations
@@ -23,17 +29,18 @@ from underpar.recipe import ModelSpec, require
 STAGE = "infer"
 
 NUM_CLASSES = 7
-# Control and byte pieces come before it, in every tokenizer here.
+# The first id that a merge made: ids below are control and byte tokens, in every tokenizer here.
 FIRST_MERGE = 260
-# Beyond it no number is a calibration.
+# A larger number is not a calibration.
 LARGEST = 100.0
 
 
 @dataclass(frozen=True)
 class Settings:
-    """By class, control and byte pieces first. Packing starts from those of the recipe.
+    """The defaults leave logits as they are; packing starts from the values of the recipe.
 
-    The defaults leave logits as they are.
+    `scales`: factor per class, above 0; control and byte tokens first.
+    `biases`: nats added per class, in the same order.
     """
 
     scales: tuple[float, ...] = (1.0,) * NUM_CLASSES
@@ -43,9 +50,9 @@ class Settings:
         where = "levers.token_calibration."
         for key in ("scales", "biases"):
             values = getattr(self, key)
-            right = len(values) == NUM_CLASSES
-            require(right, f"{where}{key} = {values}: expected {NUM_CLASSES} numbers")
-        # As it is written, no number is refused too.
+            fits = len(values) == NUM_CLASSES
+            require(fits, f"{where}{key} = {values}: expected {NUM_CLASSES} numbers")
+        # NaN fails both comparisons, so it is refused too.
         positive = all(0 < scale <= LARGEST for scale in self.scales)
         require(positive, f"{where}scales = {self.scales}: expected more than 0, up to {LARGEST:g}")
         small = all(abs(bias) <= LARGEST for bias in self.biases)
@@ -53,7 +60,7 @@ class Settings:
 
 
 class TokenCalibration:
-    """Logits by class: a fixed part of the model that scores."""
+    """The calibration by class: a fixed part of the model that scores."""
 
     def __init__(self, settings: Settings, vocab_size: int) -> None:
         self.settings = settings
@@ -62,7 +69,7 @@ class TokenCalibration:
         self.classes = torch.bucketize(torch.arange(vocab_size), torch.tensor(firsts), right=True)
 
     def attach(self, model: Any) -> None:
-        """Calibrate what comes out of the cap."""
+        """Calibrate the capped logits of the model."""
         device = model.embedding.weight.device
         scales, biases = (
             torch.tensor(values)[self.classes].to(device)  # (V,)
@@ -70,10 +77,10 @@ class TokenCalibration:
         )
         cap = model.hooks.cap or partial(soft_cap, cap=model.spec.softcap)
 
-        def calibrated(logits: Tensor) -> Tensor:
-            return torch.addcmul(biases, cap(logits), scales)
+        def calibrated(logits: Tensor, fused: bool) -> Tensor:
+            return torch.addcmul(biases, cap(logits, fused=fused), scales)
 
-        model.hooks.cap = calibrated
+        model.hooks.change(cap=calibrated)
 
 
 def plug(settings: Settings, spec: ModelSpec) -> TokenCalibration:

@@ -1,10 +1,16 @@
-"""U-Net skips: blocks of the second half also read what blocks of the first half wrote.
+"""U-Net skips: blocks of the plan's second half also read the outputs of its first half.
 
-The plan's first half pushes its outputs, the second pops them, last first, and blends each in with
-a gain and a gate for each channel. Gains go by place in the second half, not by layer, so partners
-change when a loop lengthens the plan; places past `skips` pop nothing. Source: PR 1089 (gates that
-start at one half), PR 2014 (8 skips), PR 1894 and PR 1219 (5 skips); U-Net, arXiv:1505.04597.
+The first half pushes its outputs on a stack. The second half pops them, last first, and blends each
+into the stream with a gain per channel and, optionally, a gate per channel. The gains belong to a
+place in the second half, not to a layer, so the partners change when a loop lengthens the plan.
+Places after the first `skips` ones pop nothing.
+
+Source: PR 1089 (gates that start at one half), PR 2014 (8 skips), PR 1894 and PR 1219 (5 skips);
+U-Net, arXiv:1505.04597.
+
 Legal: it reads the token's own earlier states.
+
+Cost: one or two vectors of the model's width per skip, and the memory of the outputs on the stack.
 """
 
 from __future__ import annotations
@@ -23,7 +29,10 @@ STAGE = "model"
 
 @dataclass(frozen=True)
 class Settings:
-    """`skips`: rows of gains; `gates`: g x + (1 - g) w u where it is true, else x + w u."""
+    """`skips`: number of skip connections.
+    `gates`: true blends as g x + (1 - g) w u with a learned gate g; false adds: x + w u. Here x is
+    the stream, u the earlier output and w the gain.
+    """
 
     skips: int = 8
     gates: bool = True
@@ -35,8 +44,8 @@ class Settings:
 TINY = (Settings(), Settings(gates=False))
 
 
-class UNet(nn.Module):
-    """A stack of earlier outputs that lives as long as one forward pass."""
+class Lever(nn.Module):
+    """A stack of earlier outputs, made anew in each forward pass."""
 
     def __init__(self, settings: Settings, spec: ModelSpec) -> None:
         super().__init__()
@@ -46,25 +55,26 @@ class UNet(nn.Module):
         self.gate = nn.Parameter(gates) if settings.gates else None
 
     def neutral_(self) -> None:
-        """Blend nothing in."""
+        """Close every skip: gains 0 and, if there are gates, gates 1."""
         nn.init.zeros_(self.weight)
         if self.gate is not None:
             # The sigmoid of 100 is 1 to the last bit.
             nn.init.constant_(self.gate, 100.0)
 
     def check(self, plan: Sequence[Visit]) -> None:
-        """A single visit has no halves."""
+        """Refuse a plan of one visit: it has no halves."""
         require(len(plan) > 1, "levers.unet: a plan of one visit has nothing to skip")
 
     def dead(self, plan: Sequence[Visit]) -> dict[str, Tensor]:
-        """Rows of places that the plan does not have, or that find the stack empty."""
+        """The rows of places that the plan does not have or that find the stack empty."""
         rows = torch.arange(self.skips)[:, None] >= len(plan) // 2
         mask = rows.expand_as(self.weight)
         return {"weight": mask} | ({} if self.gate is None else {"gate": mask})
 
     def before(self, visit: Visit, stream: Stream) -> None:
-        """Blend the last output pushed into the stream."""
-        # A stack as pairs of its top and the rest: a list's length would be part of every trace.
+        """Pop the last output of the first half and blend it into the stream."""
+        # The stack is nested pairs (top, rest). The length of a list would be part of every
+        # compiled graph, so layers that look alike could not share one.
         stack = stream.kept.setdefault("unet", ())
         if not 0 <= visit.decoder < self.skips or not stack:
             return
@@ -78,11 +88,6 @@ class UNet(nn.Module):
             stream.x = gate * x + (1.0 - gate) * skip
 
     def after(self, visit: Visit, x_in: Tensor, stream: Stream) -> None:
-        """Push the outputs of the first half."""
+        """Push the output of a visit of the first half."""
         if visit.decoder < 0:
             stream.kept["unet"] = stream.x, stream.kept["unet"]
-
-
-def plug(settings: Settings, spec: ModelSpec) -> UNet:
-    """The module to hook in."""
-    return UNet(settings, spec)

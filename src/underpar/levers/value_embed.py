@@ -1,8 +1,14 @@
-"""Value embeddings: in chosen layers the values get a vector looked up by the token.
+"""Value embeddings: in chosen layers, adds a vector looked up by the token to the values.
 
-A second, small embedding that attention carries around without spending the stream on it. Worth
-something where the vocabulary is small (PR 1218 dropped it at 4,096 pieces). Source:
-modded-nanogpt; PR 549, PR 1219 (128 channels, layers 9 and 10). Legal: it reads the token itself.
+It is a second, small embedding that reaches attention without taking room in the stream. The gain
+shows if the vocabulary is small; PR 1218 dropped it at a vocabulary of 4,096.
+
+Source: modded-nanogpt; PR 549, PR 1219 (128 channels, layers 9 and 10).
+
+Legal: it reads the token itself.
+
+Cost: vocabulary x `width` weights for the table and one projection to the width of the values. One
+look-up and one product per token and chosen layer.
 """
 
 from __future__ import annotations
@@ -20,7 +26,10 @@ STAGE = "model"
 
 @dataclass(frozen=True)
 class Settings:
-    """`width` of the table; `scale` at the start, shared; `layers`, each with a gain of its own."""
+    """`layers`: layers whose values get the vector; each has a gain of its own.
+    `width`: channels of the table, before the projection.
+    `scale`: factor on the vector at the start of training; all layers share it and it is learned.
+    """
 
     layers: tuple[int, ...] = (9, 10)
     width: int = 128
@@ -31,7 +40,7 @@ class Settings:
         require(bool(self.layers), "levers.value_embed.layers is empty: name a layer")
 
 
-class ValueEmbed(nn.Module):
+class Lever(nn.Module):
     """v + gain_layer scale P table[token]."""
 
     def __init__(self, settings: Settings, spec: ModelSpec) -> None:
@@ -45,20 +54,15 @@ class ValueEmbed(nn.Module):
         nn.init.orthogonal_(self.project.weight)
 
     def neutral_(self) -> None:
-        """Add nothing."""
+        """Set the scale to 0: nothing is added."""
         nn.init.zeros_(self.scale)
 
     def qkv(
         self, visit: Visit, q: Tensor, k: Tensor, v: Tensor, stream: Stream
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Add the token's vector to the values (N, K, D)."""
+        """Add the vector of the token to the values (N, K, D)."""
         if visit.layer not in self.layers:
             return q, k, v
         gain = self.gain[self.layers.index(visit.layer)] * self.scale
-        own = self.project(self.table(stream.tokens)).view_as(v)
-        return q, k, v + gain.to(v.dtype) * own.to(v.dtype)
-
-
-def plug(settings: Settings, spec: ModelSpec) -> ValueEmbed:
-    """The module to hook in."""
-    return ValueEmbed(settings, spec)
+        token_values = self.project(self.table(stream.tokens)).view_as(v)
+        return q, k, v + gain.to(v.dtype) * token_values.to(v.dtype)

@@ -1,8 +1,13 @@
-"""Value residual: every layer's values get a share of the first layer's.
+"""Value residual: adds a share of the first layer's values to the values of every other layer.
 
-v <- v + sigmoid(alpha) v_first, one scalar a layer. Source: ResFormer (Zhou et al. 2024,
-arXiv:2410.17897); PR 1219 has it, off. Reports differ: 2.4 mBPB better in a bundle (PR 2068), 2.2
-worse alone (PR 2005). Legal: it reads the token's own values.
+v <- v + sigmoid(alpha) v_first, with one alpha per layer.
+
+Source: ResFormer (Zhou et al. 2024, arXiv:2410.17897). PR 1219 has it, switched off. Reports
+differ: 2.4 mBPB better in a bundle (PR 2068), 2.2 mBPB worse alone (PR 2005).
+
+Legal: it reads the token's own values.
+
+Cost: one weight per layer, one multiply-add on the values, and the memory of the first values.
 """
 
 from __future__ import annotations
@@ -21,38 +26,33 @@ STAGE = "model"
 
 @dataclass(frozen=True)
 class Settings:
-    """`init` of alpha: the share starts at its sigmoid."""
+    """`init`: alpha at the start of training; the share is its sigmoid."""
 
     init: float = 0.0
 
 
-class ValueResidual(nn.Module):
-    """One share a layer; the first layer's own is not used."""
+class Lever(nn.Module):
+    """One share per layer; that of the first layer is not used."""
 
     def __init__(self, settings: Settings, spec: ModelSpec) -> None:
         super().__init__()
         self.alpha = nn.Parameter(torch.full((spec.num_layers,), settings.init))
 
     def neutral_(self) -> None:
-        """The sigmoid of -200 is 0 to the last bit."""
+        """Set alpha to -200, whose sigmoid is exactly 0: nothing is added."""
         nn.init.constant_(self.alpha, -200.0)
 
     def dead(self, plan: Sequence[Visit]) -> dict[str, Tensor]:
-        """The first layer's share of itself, unless it is visited again."""
+        """The share of the first layer, unless a loop visits that layer again."""
         later = [visit.layer for visit in plan[1:]]
         return {"alpha": torch.tensor([layer not in later for layer in range(len(self.alpha))])}
 
     def qkv(
         self, visit: Visit, q: Tensor, k: Tensor, v: Tensor, stream: Stream
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Keep the first values (N, K, D); add them to all later ones."""
+        """Keep the first values (N, K, D) and add a share of them to all later values."""
         if "value_residual" not in stream.kept:
             stream.kept["value_residual"] = v
             return q, k, v
         share = torch.sigmoid(self.alpha[visit.layer]).to(v.dtype)
         return q, k, v + share * stream.kept["value_residual"]
-
-
-def plug(settings: Settings, spec: ModelSpec) -> ValueResidual:
-    """The module to hook in."""
-    return ValueResidual(settings, spec)

@@ -1,8 +1,14 @@
-"""Window attention: chosen layers see only so many tokens back.
+"""Window attention: limits how many tokens chosen layers look back.
 
-Worth its while in long pieces: 21 % faster at 6,144 tokens, 2 to 3 % slower at 2,048. Source:
-PR 1212, PR 1219 (every second layer, 512 tokens and the token itself); sliding windows,
-arXiv:2004.05150. Legal: it sees less of the past.
+It saves time in long segments: the source reports 21 % faster steps at 6,144 tokens, and 2 to 3 %
+slower steps at 2,048.
+
+Source: PR 1212, PR 1219 (every second layer, 512 tokens before the token itself); sliding windows,
+arXiv:2004.05150.
+
+Legal: these layers see less of the past.
+
+Cost: none; it removes work from attention.
 """
 
 from __future__ import annotations
@@ -19,7 +25,9 @@ STAGE = "model"
 
 @dataclass(frozen=True)
 class Settings:
-    """`layers` that see `size` tokens before their own."""
+    """`layers`: layers with the limit.
+    `size`: number of earlier tokens that a token sees, besides itself.
+    """
 
     layers: tuple[int, ...] = (2, 4, 6, 8, 10)
     size: int = 512
@@ -32,8 +40,8 @@ NEUTRAL = Settings(size=1 << 20)
 TINY = (Settings(size=24),)
 
 
-class Window(nn.Module):
-    """No parameters."""
+class Lever(nn.Module):
+    """A limit per layer; no parameters."""
 
     def __init__(self, settings: Settings, spec: ModelSpec) -> None:
         super().__init__()
@@ -41,10 +49,5 @@ class Window(nn.Module):
         self.size = settings.size
 
     def reach(self, layer: int) -> int:
-        """Tokens back; 0 is no limit."""
+        """Number of earlier tokens that the layer sees; 0 is no limit."""
         return self.size if layer in self.layers else 0
-
-
-def plug(settings: Settings, spec: ModelSpec) -> Window:
-    """The module to hook in."""
-    return Window(settings, spec)

@@ -7,8 +7,7 @@ has none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import lru_cache
 
 import torch
@@ -17,11 +16,12 @@ from torch import Tensor, nn
 
 from underpar.kernels.capped import soft_cap
 from underpar.model.hooks import Hooks
+from underpar.model.network import EAGER, Eager, Network
 from underpar.recipe import ModelSpec
 from underpar.seams import KVCache, Stream, Visit
 
 
-class GPT(nn.Module):
+class GPT(Network):
     """Embed -> blocks in the order of the plan -> tied head with a soft cap."""
 
     frequencies: Tensor
@@ -57,39 +57,23 @@ class GPT(nn.Module):
     def set_progress(self, p: float) -> None:
         """Say how far training is, from 0 to 1: levers may visit the blocks in another order."""
         order = tuple(range(self.spec.num_layers))
-        for hook in self.hooks.progress:
-            hook(p)
-        for hook in self.hooks.order:
-            order = hook(order)
+        for tell_progress in self.hooks.progress:
+            tell_progress(p)
+        for reorder in self.hooks.order:
+            order = reorder(order)
         self.plan = make_plan(order)
 
-    def forward(self, tokens: Tensor, cache: KVCache) -> Tensor:
-        """Logits (N, V) after each of tokens (N,), which continue what `cache` holds."""
-        return self.head(self.hidden(tokens, cache))
+    def run_blocks(self, tokens: Tensor, cache: KVCache, run: Eager = EAGER) -> Stream:
+        """The stream after the last block: embedding, then blocks in the order of the plan.
 
-    def hidden(self, tokens: Tensor, cache: KVCache) -> Tensor:
-        """What the head reads (N, dim): everything but the vocabulary."""
-        stream = self.embed(tokens, cache)
+        The only loop over blocks. A compiler passes its own `run`, which compiles the parts.
+        """
+        stream = run.embed(self, tokens, cache)
+        # Loops, skips and lanes change the plan or the hooks, never this loop.
         for visit in self.plan:
-            self.visit(visit, stream)
-        return self.finish(stream)
-
-    def visit(self, visit: Visit, stream: Stream) -> None:
-        """Take the stream through one block, with what levers do before and after it."""
-        self.prepare(visit, stream)
-        self.take(visit, stream)
-
-    def prepare(self, visit: Visit, stream: Stream) -> None:
-        """What levers do before a visit."""
-        for hook in self.hooks.before:
-            hook(visit, stream)
-
-    def take(self, visit: Visit, stream: Stream) -> None:
-        """The visit itself, and what levers do after it."""
-        x_in = stream.x
-        self.blocks[visit.layer](visit, stream)
-        for hook in self.hooks.after:
-            hook(visit, x_in, stream)
+            run.before_block(self, visit, stream)
+            run.block(self, visit, stream)
+        return stream
 
     def embed(self, tokens: Tensor, cache: KVCache) -> Stream:
         """The stream that the first block reads."""
@@ -99,23 +83,41 @@ class GPT(nn.Module):
         x = _norm(x)
         for hook in self.hooks.stem:
             x = hook(x, tokens, cache)
-        own = self.hooks.frequencies
-        frequencies = own(cache.context) if own is not None else self.frequencies
+        lever = self.hooks.frequencies
+        frequencies = self.frequencies if lever is None else lever(cache.context)
         return Stream(x, x, tokens, cache, angles_of(cache.positions, frequencies))
 
+    def before_block(self, visit: Visit, stream: Stream) -> None:
+        """Apply what levers do before a visit."""
+        for hook in self.hooks.before:
+            hook(visit, stream)
+
+    def run_block(self, visit: Visit, stream: Stream, run: Eager = EAGER) -> None:
+        """Take the stream through one block, then apply what levers do after it."""
+        x_in = stream.x
+        self.blocks[visit.layer](visit, stream, run)
+        for hook in self.hooks.after:
+            hook(visit, x_in, stream)
+
     def finish(self, stream: Stream) -> Tensor:
-        """What the head reads (N, dim), once all blocks were visited."""
+        """What the head reads (N, dim), from the stream after the last block."""
         for hook in self.hooks.finish:
             hook(stream)
         return _norm(stream.x)
 
-    def head(self, x: Tensor) -> Tensor:
-        """Logits (N, V) of hidden states (N, dim); each row on its own."""
+    def head(self, x: Tensor, fused: bool = False) -> Tensor:
+        """Logits (N, V) of hidden states (N, dim); each row is computed on its own."""
         logits = F.linear(x, self.embedding.weight)
         for hook in self.hooks.adjust:
             logits = hook("head", None, logits, x)
-        own: Callable[[Tensor], Tensor] | None = self.hooks.cap
-        return own(logits) if own is not None else soft_cap(logits, self.spec.softcap)
+        return self.cap(logits, fused)
+
+    def cap(self, logits: Tensor, fused: bool = False) -> Tensor:
+        """Bound the raw logits (N, V); `fused`: with the formula made for compilers."""
+        lever = self.hooks.cap
+        if lever is not None:
+            return lever(logits, fused)
+        return soft_cap(logits, self.spec.softcap, fused=fused)
 
 
 class Block(nn.Module):
@@ -131,14 +133,17 @@ class Block(nn.Module):
         self.attn_scale = nn.Parameter(torch.ones(spec.dim))
         self.mlp_scale = nn.Parameter(torch.ones(spec.dim))
 
-    def forward(self, visit: Visit, stream: Stream) -> None:
-        """Take the stream one visit further."""
+    def forward(self, visit: Visit, stream: Stream, run: Eager = EAGER) -> None:
+        """Take the stream through this block: attention, then the MLP, unless a lever rewires it.
+
+        `run` runs the two branches.
+        """
         if self.wiring is not None:
-            self.wiring(self, visit, stream)
+            self.wiring(RunBranches(self, run), visit, stream)
             return
         x = self.mix(stream.x, stream)
-        x = x + self.attend(x, visit, stream)
-        stream.x = x + self.mlp_branch(x, visit)
+        x = x + run.attention(self, x, visit, stream)
+        stream.x = x + run.mlp(self, x, visit)
 
     def mix(self, x: Tensor, stream: Stream) -> Tensor:
         """What the block starts from: the stream x (N, dim), unless a lever says otherwise."""
@@ -167,6 +172,25 @@ class Block(nn.Module):
         return y
 
 
+class RunBranches:
+    """A block as a lever that rewires it sees it: branches go through the runner."""
+
+    def __init__(self, block: Block, run: Eager) -> None:
+        self._block, self._run = block, run
+
+    def mix(self, x: Tensor, stream: Stream) -> Tensor:
+        """What the block starts from."""
+        return self._block.mix(x, stream)
+
+    def attend(self, x: Tensor, visit: Visit, stream: Stream) -> Tensor:
+        """What attention adds (N, dim), reading x."""
+        return self._run.attention(self._block, x, visit, stream)
+
+    def mlp_branch(self, x: Tensor, visit: Visit) -> Tensor:
+        """What the MLP adds (N, dim), reading x."""
+        return self._run.mlp(self._block, x, visit)
+
+
 class Attention(nn.Module):
     """Project, norm and rotate, attend to the cache, project back."""
 
@@ -186,20 +210,20 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, visit: Visit, stream: Stream) -> Tensor:
         """x (N, dim), already normed -> (N, dim)."""
         q, k, v = self.q(x), self.k(x), self.v(x)
-        for hook in self.hooks.adjust:
-            q, k, v = (hook(site, visit, y, x) for site, y in (("q", q), ("k", k), ("v", v)))
+        for adjust in self.hooks.adjust:
+            q, k, v = (adjust(site, visit, y, x) for site, y in (("q", q), ("k", k), ("v", v)))
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))
         # Unit-RMS queries and keys bound the scores (Henry et al. 2020, arXiv:2010.04245).
         q, k = (F.rms_norm(t, (self.head_dim,)).to(v.dtype) for t in (q, k))
         q, k = rotate(q, stream.angles), rotate(k, stream.angles)
-        for hook in self.hooks.qkv:
-            q, k, v = hook(visit, q, k, v, stream)
+        for change_qkv in self.hooks.qkv:
+            q, k, v = change_qkv(visit, q, k, v, stream)
         y = stream.cache.attend(visit.slot, q, k, v, self.window)
         for hook in self.hooks.attn_out:
             y = hook(self.layer, y, x, v)
         out: Tensor = self.o(y.flatten(-2))
-        for hook in self.hooks.adjust:
-            out = hook("o", visit, out, x)
+        for adjust in self.hooks.adjust:
+            out = adjust("o", visit, out, x)
         return out
 
 
@@ -216,29 +240,14 @@ class MLP(nn.Module):
     def forward(self, x: Tensor, visit: Visit) -> Tensor:
         """x (N, dim), already normed -> (N, dim)."""
         h = self.up(x)
-        own = self.hooks.activate
-        h = own(h) if own is not None else F.relu(h).square()
+        lever = self.hooks.activate
+        h = F.relu(h).square() if lever is None else lever(h)
         y: Tensor = self.down(h)
         for hook in self.hooks.mlp_out:
             y = hook(self.layer, y, x)
-        for hook in self.hooks.adjust:
-            y = hook("mlp", visit, y, x)
+        for adjust in self.hooks.adjust:
+            y = adjust("mlp", visit, y, x)
         return y
-
-
-@contextmanager
-def as_scored(model: GPT) -> Iterator[None]:
-    """Inside, modes and visits are those of scoring; behind it, they are as before."""
-    modes, plan = [(module, module.training) for module in model.modules()], model.plan
-    model.eval()
-    model.set_progress(1.0)
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-        # Enough: levers hear of progress again before another plan is made.
-        model.plan = plan
 
 
 @lru_cache(maxsize=64)

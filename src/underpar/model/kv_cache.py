@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from underpar.data.loader import Segments
+from underpar.data.batch import Segments
 from underpar.kernels.attention import attend
 from underpar.kernels.lane_attention import Place, attend_lanes
 from underpar.recipe import ModelSpec
@@ -22,13 +22,13 @@ class PackedCache:
     """The past of a flat pack: pieces for attention, the token before for everything else."""
 
     def __init__(self, segments: Segments) -> None:
-        self._cu, self._max_len = segments.cu, segments.max_len
+        self.cu, self.max_len = segments.cu, segments.max_len
         self.context = segments.context
         self.positions = segments.positions
 
     def attend(self, slot: int, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
         """Causal attention within each piece."""
-        return attend(q, k, v, self._cu, self._max_len, window)
+        return attend(q, k, v, self.cu, self.max_len, window)
 
     def previous(self, name: str, x: Tensor) -> Tensor:
         """x (N, ...) one token earlier; zeros before the first."""

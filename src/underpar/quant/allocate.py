@@ -121,36 +121,6 @@ def allocate(
     return Steps(to_index(by_row), to_index(by_column) if columns else None)
 
 
-def sd_clip(weight: npt.NDArray[np.floating], sigmas: float, bits: int) -> Steps:
-    """Steps in proportion to each row's deviation, as the scheme intB:k has them (PR 1394)."""
-    return Steps(to_index(sigmas * weight.std(axis=1, ddof=1) / (2 ** (bits - 1) - 1)))
-
-
-def saving_bits(values: npt.ArrayLike) -> float:
-    """Bits a weight that equal `values` (step^2 g d of each weight) would save at the same loss."""
-    costs = np.asarray(values, dtype=np.float64)
-    return float(np.log2(costs.mean()) - np.log2(costs).mean()) / 2
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """What steps are expected to cost, if weights are Gaussian."""
-
-    rate_bits: float
-    """All weights together, coded with known deviations of rows and columns."""
-    loss_nats: float
-    """Increase of the loss in nats a token."""
-
-
-def predict(weight: npt.NDArray[np.floating], steps: Steps, sensitivity: Sensitivity) -> Prediction:
-    """Rate and loss of one matrix (R, C); those of several add up."""
-    scales = deviations(weight)
-    ratios = _divide(steps.values(), scales)
-    errors = scales**2 * gaussian_error(ratios)
-    loss = sensitivity.rows @ errors @ sensitivity.columns / 2
-    return Prediction(float(gaussian_bits(ratios).sum()), float(loss))
-
-
 @dataclass(frozen=True, eq=False)
 class RateCurve:
     """Bits of all weights together, coded with known deviations, as the constant changes."""
@@ -205,17 +175,6 @@ def rate_curve(
     return RateCurve(octaves[counts > 0], counts[counts > 0])
 
 
-def constant_for(
-    weights: Mapping[str, npt.NDArray[np.floating]],
-    sensitivity: Mapping[str, Sensitivity],
-    rate_bits: float,
-    layout: Layout,
-) -> float:
-    """The constant with which all `weights` together are predicted to take `rate_bits`."""
-    layouts = dict.fromkeys(weights, layout)
-    return rate_curve(weights, sensitivity, layouts).constant_for(rate_bits)
-
-
 def deviations(weight: npt.NDArray[np.floating]) -> Floats:
     """Root mean squares (R, C) as a product of one number a row and one a column."""
     squares = weight.astype(np.float64) ** 2
@@ -237,36 +196,21 @@ def gaussian_bits(ratios: npt.ArrayLike) -> Floats:
     small = np.minimum(a, 1.0)
     # Rounding adds a variance of a^2 / 12; up to a = 1 the sum stays Gaussian to 1e-5 bits.
     high_rate = np.log2(2 * math.pi * math.e * (1 / small**2 + 1 / 12)) / 2
-    return np.where(a < 1, high_rate, _look_up(a, _tables()[0]))
-
-
-def gaussian_error(ratios: npt.ArrayLike) -> Floats:
-    """Mean squared error of that rounding: a^2 / 12 at high rates, 1 at none."""
-    a = np.asarray(ratios, dtype=np.float64)
-    return np.where(a < 0.5, a**2 / 12, _look_up(a, _tables()[1]))
-
-
-def _look_up(ratios: Floats, table: Floats) -> Floats:
-    octaves = np.log2(np.clip(ratios, 2.0**_LOWEST, 2.0**_HIGHEST))
-    return np.interp(octaves, np.linspace(_LOWEST, _HIGHEST, len(table)), table)
+    octaves = np.log2(np.clip(a, 2.0**_LOWEST, 2.0**_HIGHEST))
+    table = _coarse_bits()
+    low_rate = np.interp(octaves, np.linspace(_LOWEST, _HIGHEST, len(table)), table)
+    return np.where(a < 1, high_rate, low_rate)
 
 
 @cache
-def _tables() -> tuple[Floats, Floats]:
-    """Entropy in bits and squared error of a rounded unit Gaussian, by octave of the step."""
-    octaves = torch.linspace(
-        _LOWEST, _HIGHEST, (_HIGHEST - _LOWEST) * _PER_OCTAVE + 1, dtype=torch.float64
-    )
-    a = octaves.exp2()[:, None]
-    n = torch.arange(1, 64, dtype=torch.float64)
-    edges = a * (torch.arange(64, dtype=torch.float64) + 0.5)
+def _coarse_bits() -> Floats:
+    """Entropy in bits of a rounded unit Gaussian, by octave of the step."""
+    octaves = np.linspace(_LOWEST, _HIGHEST, (_HIGHEST - _LOWEST) * _PER_OCTAVE + 1)
+    steps = torch.from_numpy(octaves).exp2()[:, None]
+    edges = steps * (torch.arange(64, dtype=torch.float64) + 0.5)
     tails = torch.special.erfc(edges / math.sqrt(2)) / 2
-    density = torch.exp(-(edges**2) / 2) / math.sqrt(2 * math.pi)
     # One side of the Gaussian, and the middle, which rounds to 0.
     probs = tails[:, :-1] - tails[:, 1:]
     middle = 1 - 2 * tails[:, 0]
     bits = 2 * torch.special.entr(probs).sum(1) + torch.special.entr(middle)
-    # E (x - n a)^2 = 1 - 2 a sum n E[x; n] + a^2 sum n^2 p, over both sides.
-    means = density[:, :-1] - density[:, 1:]
-    error = 1 - 4 * a[:, 0] * (n * means).sum(1) + 2 * a[:, 0] ** 2 * (n**2 * probs).sum(1)
-    return (bits / math.log(2)).numpy(), error.numpy()
+    return (bits / math.log(2)).numpy()

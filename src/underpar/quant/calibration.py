@@ -20,11 +20,13 @@ from torch import Tensor, nn
 
 from underpar.core.dist import largest_over_ranks, sum_over_ranks
 from underpar.core.runtime import Runtime
+from underpar.data.batch import Batch, segments_from_starts
 from underpar.data.folder import DataFolder
-from underpar.data.loader import Batch, Loader, MicroBatch, prefetch, segments_from_starts
+from underpar.data.loader import Loader, MicroBatch, prefetch
 from underpar.errors import ArtifactError, RuleError
-from underpar.model.gpt import GPT, as_scored
+from underpar.model.gpt import GPT
 from underpar.model.kv_cache import PackedCache
+from underpar.model.network import as_scored
 from underpar.recipe import require
 from underpar.seams import BOS_ID
 from underpar.train.step import precision

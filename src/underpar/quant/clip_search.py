@@ -14,9 +14,8 @@ from torch import Tensor
 
 from underpar.errors import ArtifactError
 from underpar.quant.gptq import round_to_nearest
+from underpar.quant.row_steps import SMALLEST_STEP
 
-# The smallest normal half: steps stay exact powers away from fp16's subnormal grid.
-SMALLEST_STEP = 2.0**-14
 # Shares of a row's magnitudes that are kept whole; 1 clips nothing.
 QUANTILES = (1.0, 0.99999, 0.9999, 0.9995, 0.999)
 

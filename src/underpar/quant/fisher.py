@@ -21,7 +21,7 @@ add up: (g_r + a_r / mean(d)) d_j has the same sum over a row as g_r d_j + a_r.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -32,8 +32,9 @@ from torch import Tensor, nn
 from underpar.core.dist import sum_over_ranks
 from underpar.core.runtime import Runtime
 from underpar.errors import ArtifactError
-from underpar.kernels.capped import soft_cap
-from underpar.model.gpt import GPT, as_scored
+from underpar.model.gpt import GPT
+from underpar.model.network import as_scored
+from underpar.model.sliced_head import ROWS
 from underpar.quant.calibration import (
     HEAD,
     SEED,
@@ -47,8 +48,6 @@ from underpar.train.step import precision
 
 # Of a tensor's mean sensitivity: what a row has at least, however seldom it mattered here.
 FLOOR = 1e-3
-# Rows of logits made at a time: those of a whole batch take gigabytes.
-ROWS = 8192
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,7 +139,7 @@ def _score(
         rows = rows.detach().requires_grad_()
         with precision(runtime):
             raw = F.linear(rows, model.embedding.weight)
-        capped = _cap_of(model)(raw)
+        capped = model.cap(raw)
         # Before anything is drawn: a GPU does not survive drawing from NaN.
         if not capped.isfinite().all():
             raise ArtifactError("logits are NaN or infinite; the run diverged, nothing to pack")
@@ -152,12 +151,6 @@ def _score(
         loss = F.nll_loss(log_probs, labels, reduction="sum")
         gradients += torch.autograd.grad(loss, rows)
     return torch.cat(gradients)
-
-
-def _cap_of(model: GPT) -> Callable[[Tensor], Tensor]:
-    """Raw logits (N, V) to capped ones: what `GPT.head` does after its product."""
-    own: Callable[[Tensor], Tensor] | None = model.hooks.cap
-    return own if own is not None else lambda logits: soft_cap(logits, model.spec.softcap)
 
 
 @contextmanager

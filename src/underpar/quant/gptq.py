@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 
 from underpar.errors import ArtifactError, RecipeError
-from underpar.quant.trellis import LARGEST_CODE, Viterbi, trace
+from underpar.quant.trellis import LARGEST_CODE
+from underpar.quant.viterbi import Viterbi, trace
 
 # Below it, a row or a column is taken for empty; its squares may underflow.
 TINY = 1e-30

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -20,12 +20,14 @@ from torch import Tensor
 
 from underpar.core.dist import sum_over_ranks
 from underpar.core.runtime import Runtime
+from underpar.data.batch import Batch
 from underpar.data.folder import DataFolder
-from underpar.data.loader import Batch, Loader, Place, prefetch
+from underpar.data.loader import Loader, Place, prefetch
 from underpar.errors import ArtifactError
-from underpar.model.gpt import GPT, as_scored
+from underpar.model.gpt import GPT
+from underpar.model.network import as_scored
+from underpar.model.sliced_head import ROWS
 from underpar.quant.calibration import hidden_of, require_training_split
-from underpar.quant.fisher import ROWS
 from underpar.schema import TrainPart
 from underpar.train.step import precision, step_of
 
@@ -78,6 +80,19 @@ class UnreadText:
     @property
     def _loader(self) -> Loader:
         return Loader(self.data.train, step_of(self.part), self.part.seed, self.part.order)
+
+
+@runtime_checkable
+class LogitLever(Protocol):
+    """Seam `classes`: a lever that gives the logits of each class of tokens a scale and a bias."""
+
+    classes: Tensor
+    """(V,) the class of each token."""
+    settings: Any
+    """Has `scales` and `biases`, by class."""
+
+    def attach(self, model: Any) -> None:
+        """Make the model's logits those with the scales and biases of the settings."""
 
 
 @dataclass(frozen=True)

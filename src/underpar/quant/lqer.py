@@ -29,6 +29,7 @@ from underpar.quant.gptq import Options, damp, factor_inverse
 from underpar.quant.logsteps import LARGEST_INDEX, STEPS_PER_OCTAVE, from_index, to_index
 from underpar.quant.lowrank import Factor, LowRank
 from underpar.quant.schemes import QuantizedModel, QuantizedTensor, dequantize
+from underpar.schema import QuantPart
 
 # Steps are searched this far below the one that clips nothing.
 OCTAVES = 6
@@ -63,6 +64,19 @@ class Settings:
         for bits in (self.left_bits, self.right_bits):
             if not 2 <= bits <= 8:
                 raise RecipeError(f"LQER with a factor of {bits} bits: expected 2 ... 8")
+
+
+def settings_of(part: QuantPart) -> Settings:
+    """The settings that a [quant] section holds."""
+    return Settings(
+        part.lqer_tensors,
+        part.lqer_rank,
+        part.lqer_left_bits,
+        part.lqer_right_bits,
+        part.lqer_group,
+        part.lqer_symmetric,
+        part.lqer_weighted,
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,13 +6,12 @@ import numpy as np
 import torch
 
 from underpar.errors import ArtifactError, RecipeError
-from underpar.quant.clip_search import SMALLEST_STEP, search_steps
+from underpar.quant.clip_search import search_steps
+from underpar.quant.row_steps import clamp_steps, row_steps
 from underpar.quant.schemes import QuantizedTensor, Scheme
 
-LARGEST_STEP = 65504.0
 
-
-def quantize(weight: np.ndarray, scheme: Scheme) -> QuantizedTensor:
+def round_tensor(weight: np.ndarray, scheme: Scheme) -> QuantizedTensor:
     """Round each row of `weight` to the nearest multiple of its step."""
     if not np.isfinite(weight).all():
         raise ArtifactError("a weight is NaN or infinite; the run diverged, nothing to pack")
@@ -24,7 +23,7 @@ def quantize(weight: np.ndarray, scheme: Scheme) -> QuantizedTensor:
             raise ArtifactError("a weight is too large for fp16; give its tensor an int scheme")
         return QuantizedTensor(shape, scheme, halves)
     rows = as_rows(weight, scheme.group)
-    steps = row_steps(rows, scheme)
+    steps = stored_steps(rows, scheme)
     codes = np.rint(rows / steps.astype(np.float32)[:, None])
     codes = np.clip(codes, -scheme.limit, scheme.limit).astype(np.int8)
     return QuantizedTensor(shape, scheme, steps, codes)
@@ -42,18 +41,10 @@ def as_rows(weight: np.ndarray, group: int = 0) -> np.ndarray:
     return weight.astype(np.float32).reshape(-1 if group else num_rows, group or -1)
 
 
-def row_steps(rows: np.ndarray, scheme: Scheme) -> np.ndarray:
-    """fp16 steps (rows,) of a scheme with bits."""
-    return np.clip(_widths(rows, scheme), SMALLEST_STEP, LARGEST_STEP).astype(np.float16)
-
-
-def _widths(rows: np.ndarray, scheme: Scheme) -> np.ndarray:
-    if scheme.group:
-        # The mean magnitude, as in PR 640.
-        return np.abs(rows).mean(axis=1)
+def stored_steps(rows: np.ndarray, scheme: Scheme) -> np.ndarray:
+    """fp16 steps (R,) for rows (R, C) of a scheme with bits."""
     if scheme.form == "clip":
-        return search_steps(torch.from_numpy(rows), scheme.limit).numpy()[:, 0]
-    # One column has no deviation; its largest value serves.
-    by_deviation = scheme.sigmas > 0 and rows.shape[1] > 1
-    width = scheme.sigmas * rows.std(axis=1, ddof=1) if by_deviation else np.abs(rows).max(axis=1)
-    return width / scheme.limit
+        steps = clamp_steps(search_steps(torch.from_numpy(rows), scheme.limit).numpy()[:, 0])
+    else:
+        steps = row_steps(rows, scheme.limit, scheme.sigmas, by_mean=bool(scheme.group))
+    return steps.astype(np.float16)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from underpar.errors import RecipeError
-from underpar.quant.rounding import quantize
+from underpar.quant.rounding import round_tensor
 from underpar.quant.schemes import QuantizedModel, Scheme, parse_scheme
 
 # The matrices whose inputs `quant.calibration` sums.
@@ -66,6 +66,6 @@ def quantize_model(
             )
         solved = solve({name: weights[name] for name in calibrated}, calibrated)
     return {
-        name: solved[name] if name in solved else quantize(weights[name], scheme)
+        name: solved[name] if name in solved else round_tensor(weights[name], scheme)
         for name, scheme in schemes.items()
     }

@@ -16,7 +16,7 @@ from underpar.quant import gptq
 from underpar.quant.allocate import DAMPING, Sensitivity, allocate
 from underpar.quant.calibration import Calibration
 from underpar.quant.logsteps import STEPS_PER_OCTAVE
-from underpar.quant.rounding import as_rows, row_steps
+from underpar.quant.rounding import as_rows, stored_steps
 from underpar.quant.schemes import QuantizedModel, QuantizedTensor, Scheme, steps_of
 
 # What a batch of matrices may take, by kind of device; elsewhere they go one at a time.
@@ -101,7 +101,7 @@ class Solver:
             columns = None
             if scheme.columns:
                 columns = np.where(self._protected(name, weight), FINER, 0).astype(np.int16)
-            steps = row_steps(as_rows(weight), scheme)
+            steps = stored_steps(as_rows(weight), scheme)
             tensor = QuantizedTensor(weight.shape, scheme, steps, columns=columns)
         return _Task(name, weight, tensor)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -20,11 +20,14 @@ from torch import Tensor, nn
 
 from underpar.core.dist import sum_over_ranks
 from underpar.core.runtime import Runtime
-from underpar.data.loader import Batch
+from underpar.data.batch import Batch
 from underpar.errors import ArtifactError, RecipeError
-from underpar.model.gpt import GPT, as_scored
+from underpar.model.gpt import GPT
+from underpar.model.network import as_scored
+from underpar.model.sliced_head import ROWS, backward_head
 from underpar.quant.calibration import Text, hidden_of, read
-from underpar.quant.fisher import ROWS, frozen
+from underpar.quant.fisher import frozen
+from underpar.quant.schemes import QuantizedModel
 from underpar.train.step import precision
 
 BETAS = (0.9, 0.99)
@@ -85,6 +88,32 @@ def tune(
             # Neither where it is NaN: a rate far too high ends so.
             final = tuned if student.divergence(held) < before else start
         return dict(zip(names, (value.cpu() for value in final), strict=True))
+
+
+def tune_halves(
+    tensors: QuantizedModel,
+    model: GPT,
+    teacher: GPT,
+    text: Text,
+    runtime: Runtime,
+    settings: Settings,
+    largest: int | None = None,
+) -> QuantizedModel:
+    """`tensors` with tuned fp16 parameters, those of at most `largest` weights (None: all).
+
+    `model` holds `tensors`, `teacher` the weights from before rounding.
+    """
+    parameters = {name for name, _ in model.named_parameters()}
+    names = [
+        name
+        for name, tensor in tensors.items()
+        if tensor.scheme.is_half
+        and name in parameters
+        and (largest is None or tensor.steps.size <= largest)
+    ]
+    values = tune(model, names, teacher, text, runtime, settings)
+    tuned = {n: replace(tensors[n], steps=v.numpy().reshape(-1)) for n, v in values.items()}
+    return {**tensors, **tuned}
 
 
 def _to_half(parameter: nn.Parameter) -> Tensor:
@@ -149,12 +178,8 @@ class _Student:
 
     def _backward(self, example: _Example) -> None:
         hidden = hidden_of(self.model, example.batch, self.runtime)
-        # The head goes slice by slice up to a copy of its input, then the rest in one pass.
-        leaf = hidden.detach().requires_grad_()
-        for own, other in zip(leaf.split(ROWS), example.hidden.split(ROWS), strict=True):
-            (self._apart(own, other) / (len(leaf) * self.runtime.world)).backward()
-        if hidden.requires_grad:
-            hidden.backward(leaf.grad)
+        num_targets = len(hidden) * self.runtime.world
+        backward_head(hidden, example.hidden, lambda x, y: self._apart(x, y) / num_targets)
 
     @torch.no_grad()
     def divergence(self, examples: Sequence[_Example]) -> float:

@@ -16,7 +16,7 @@ import torch
 
 from underpar.core.dist import gather_objects
 from underpar.core.runtime import Clock, Runtime
-from underpar.data.loader import Batch, pack_documents, segments_from_starts
+from underpar.data.batch import Batch, pack_documents, segments_from_starts
 from underpar.data.shards import Shard
 from underpar.errors import RuleError
 from underpar.infer.experts import Proposals

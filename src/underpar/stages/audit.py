@@ -1,8 +1,8 @@
-"""Judge a run's scores."""
+"""Judge a run: its size, its scores, its codec."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from underpar.build.artifact import build_tokenizer, read_artifact, require_same
 from underpar.build.model import build_predictor
 from underpar.build.scoring import ScoringRequest, method_of, mixture_of, run_method
 from underpar.codec.stream import Codec
-from underpar.core.console import progress_bar
+from underpar.core.progress import SILENT, Progress
 from underpar.core.run_folder import RunFolder, write_json
 from underpar.core.runtime import Runtime
 from underpar.core.tensor_files import read_about
@@ -31,33 +31,18 @@ from underpar.score.tally import OnCommit
 from underpar.submit.bundle import bundle
 
 
-def audit(
-    folder: RunFolder,
-    runtime: Runtime,
-    data: Path | None = None,
-    code_tokens: int = 0,
-    quiet: bool = False,
-) -> tuple[str, list[Finding]]:
-    """Judge a run rule by rule; returns the overall verdict and the findings."""
-    with progress_bar("audit", len(RULES), quiet) as bar:
-        done = 0
-
-        def show(finding: Finding) -> None:
-            nonlocal done
-            done += 1
-            bar.update(done, f"{finding.rule}: {finding.verdict}")
-
-        return audit_run(folder, runtime, data, code_tokens, show)
-
-
 def audit_run(
     folder: RunFolder,
     runtime: Runtime,
     data_path: Path | None = None,
     code_tokens: int = 0,
-    on_rule: Callable[[Finding], None] | None = None,
+    progress: Progress = SILENT,
 ) -> tuple[str, list[Finding]]:
-    """Judge a run's scores; writes audit.json and returns the overall verdict and the findings."""
+    """Judge a run rule by rule; writes audit.json, returns the overall verdict and the findings.
+
+    `data_path` defaults to the data that the run was trained on. `code_tokens` above 0 ends the
+    check of the codec after that many tokens.
+    """
     artifact, identity = read_artifact(folder.need(folder.artifact_file))
     data = load_data(data_path or Path(folder.read_json(folder.about_file)["data"]))
     require_same_tokenizer(artifact, data.tokenizer)
@@ -80,7 +65,15 @@ def audit_run(
         spent_seconds=_spent_seconds(folder),
         code_tokens=code_tokens,
     )
-    findings = run_audit(case, on_rule)
+    with progress.task("audit", len(RULES)) as task:
+        done = 0
+
+        def on_rule(finding: Finding) -> None:
+            nonlocal done
+            done += 1
+            task.update(done, f"{finding.rule}: {finding.verdict}")
+
+        findings = run_audit(case, on_rule)
     overall = next(v for v in (FAIL, NOT_SHOWN, PASS) if v in {f.verdict for f in findings})
     rows = [finding.as_dict() for finding in findings]
     about = {"artifact_sha256": identity, "verdict": overall, "findings": rows}
@@ -89,7 +82,7 @@ def audit_run(
 
 
 def counted_recipe(recipe: Recipe, scores: Mapping[str, Score]) -> Recipe:
-    """The recipe with every lever that its scores were made with: their code counts too."""
+    """The recipe with the levers of all scores added: the code of each of them is counted."""
     levers = dict(recipe.levers)
     for score in scores.values():
         levers |= method_of(score, recipe)[1].levers
@@ -97,7 +90,7 @@ def counted_recipe(recipe: Recipe, scores: Mapping[str, Score]) -> Recipe:
 
 
 def rescorer(artifact: Artifact, runtime: Runtime) -> Rescore:
-    """What runs the method of a score on a few short documents, whatever its limit of time."""
+    """A function that repeats the method of a score on short documents, without its time limit."""
 
     def rescore(score: Score, shard: Shard, on_commit: OnCommit) -> Score:
         method, recipe = method_of(score, artifact.recipe)
@@ -110,7 +103,7 @@ def rescorer(artifact: Artifact, runtime: Runtime) -> Rescore:
 
 
 def _spent_seconds(folder: RunFolder) -> dict[str, float]:
-    """Time with training text, by stage."""
+    """Seconds that each stage spent on training text."""
     spent = {"train": float(folder.read_json(folder.validation_file)["seconds"])}
     files = {"calibrate": folder.calibration_file, "tune": folder.quantized_file}
     keys = {"calibrate": "seconds", "tune": "tune_seconds"}

@@ -1,4 +1,4 @@
-"""Getting text and turning it into tokens, with a progress bar: what commands and the demo run."""
+"""Get text, turn it into tokens, check the result: build, audit, fetch, import."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from underpar.build.levers import transform_of
-from underpar.core.console import progress_bar
+from underpar.core.progress import SILENT, Progress
 from underpar.data.build import BuildOptions, build_data
 from underpar.data.duplicates import NearSettings, audit_duplicates
 from underpar.data.folder import load_data
@@ -16,7 +16,7 @@ from underpar.recipe import Recipe
 
 
 def build_options(recipe: Recipe, tokenizer: Path | None = None) -> BuildOptions:
-    """How a recipe turns text into tokens, with a tokenizer of its own or the one in a file."""
+    """How a recipe turns text into tokens, with a new tokenizer or the one in a file."""
     return BuildOptions(
         vocab_size=None if tokenizer else recipe.model.vocab_size,
         holdout=recipe.data.holdout,
@@ -28,26 +28,26 @@ def build_options(recipe: Recipe, tokenizer: Path | None = None) -> BuildOptions
 
 
 def build_data_folder(
-    inputs: list[Path], out: Path, options: BuildOptions, quiet: bool = False
+    inputs: list[Path], out: Path, options: BuildOptions, progress: Progress = SILENT
 ) -> dict[str, Any]:
     """Text files -> data folder; returns its manifest."""
-    with progress_bar("data", 1, quiet) as bar:
+    with progress.task("data", 1) as task:
 
         def show(stage: str, num_documents: int) -> None:
-            bar.update(0, f"{stage}: {num_documents:,} documents")
+            task.update(0, f"{stage}: {num_documents:,} documents")
 
         manifest = build_data(inputs, out, options, show)
-        bar.update(1, f"{manifest['train']['tokens']:,} training tokens")
+        task.update(1, f"{manifest['train']['tokens']:,} training tokens")
     return manifest
 
 
-def audit_data(folder: Path, settings: NearSettings, quiet: bool = False) -> dict[str, Any]:
+def audit_data(folder: Path, settings: NearSettings, progress: Progress = SILENT) -> dict[str, Any]:
     """Exact and near duplicates between the splits of a data folder, with a verdict."""
     data = load_data(folder, refuse_shared=False)
-    with progress_bar("audit", data.train.num_documents, quiet) as bar:
+    with progress.task("audit", data.train.num_documents) as task:
 
         def show(done: int, total: int) -> None:
-            bar.update(done, f"{done:,} training documents")
+            task.update(done, f"{done:,} training documents")
 
         found = audit_duplicates(data.train, data.val, data.tokenizer.decode, settings, show)
     exact, near = found["exact"]["num_across"], found["near"]["num_pairs"]
@@ -60,25 +60,27 @@ def audit_data(folder: Path, settings: NearSettings, quiet: bool = False) -> dic
     return found
 
 
-def fetch_data(name: str, out: Path, options: FetchOptions, quiet: bool = False) -> FetchSummary:
+def fetch_data(
+    name: str, out: Path, options: FetchOptions, progress: Progress = SILENT
+) -> FetchSummary:
     """Download a published set or a dataset repository."""
-    with progress_bar("fetch", 1, quiet) as bar:
+    with progress.task("fetch", 1) as task:
 
         def show(path: str, done: int, total: int) -> None:
-            bar.update(done / max(total, 1), f"{done / 1e6:,.1f} of {total / 1e6:,.1f} MB, {path}")
+            task.update(done / max(total, 1), f"{done / 1e6:,.1f} of {total / 1e6:,.1f} MB, {path}")
 
         return fetch(name, out, options, show)
 
 
 def import_data(
-    source: Path, out: Path, options: ImportOptions, quiet: bool = False
+    source: Path, out: Path, options: ImportOptions, progress: Progress = SILENT
 ) -> dict[str, Any]:
     """Published token files -> data folder; returns its manifest."""
-    with progress_bar("import", 1, quiet) as bar:
+    with progress.task("import", 1) as task:
 
         def show(split: str, num_documents: int) -> None:
-            bar.update(0, f"{split}: {num_documents:,} documents")
+            task.update(0, f"{split}: {num_documents:,} documents")
 
         manifest = import_published(source, out, options, show)
-        bar.update(1, f"{manifest['train']['tokens']:,} training tokens")
+        task.update(1, f"{manifest['train']['tokens']:,} training tokens")
     return manifest

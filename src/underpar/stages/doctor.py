@@ -6,13 +6,13 @@ import platform
 import shutil
 import time
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from underpar.core.runtime import Runtime
+from underpar.core.versions import device_name, version_of, versions
 from underpar.kernels.attention import available
 
 OPTIONAL = {
@@ -27,42 +27,33 @@ OPTIONAL = {
 def diagnose(runtime: Runtime) -> dict[str, Any]:
     """Everything as plain values."""
     device = runtime.device
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     return {
-        "python": platform.python_version(),
+        **versions("python"),
         "system": f"{platform.system()} {platform.machine()}",
-        "packages": {name: _version(name) for name in ("torch", "numpy", "sentencepiece")},
-        "optional": {name: f"{_version(name)} ({use})" for name, use in OPTIONAL.items()},
-        "device": _device_name(device),
+        "packages": versions("torch", "numpy", "sentencepiece"),
+        "optional": {name: f"{version_of(name)} ({use})" for name, use in OPTIONAL.items()},
+        "device": _describe_device(device),
         "ranks": runtime.world,
         "threads": torch.get_num_threads(),
-        "attention": available(device, dtype),
+        "attention": available(device, runtime.dtype),
         "matmul_gflops": round(matmul_speed(runtime), 1),
         "copy_gb_per_second": round(copy_speed(runtime), 1),
         "free_disk_gb": round(shutil.disk_usage(Path.cwd()).free / 1e9, 1),
     }
 
 
-def _version(package: str) -> str:
-    try:
-        return version(package.replace("_", "-"))
-    except PackageNotFoundError:
-        return "not installed"
-
-
-def _device_name(device: torch.device) -> str:
+def _describe_device(device: torch.device) -> str:
+    """The device's name with its memory, or with the vector instructions that torch uses."""
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory / 1e9
-        return f"{torch.cuda.get_device_name(device)}, {memory:.0f} GB"
+        return f"{device_name(device)}, {memory:.0f} GB"
     return f"{device.type} ({torch.backends.cpu.get_cpu_capability()})"
 
 
 def matmul_speed(runtime: Runtime) -> float:
-    """GFLOP/s of one square product in the precision training uses."""
-    on_gpu = runtime.device.type == "cuda"
-    size = 8192 if on_gpu else 1024
-    dtype = torch.bfloat16 if on_gpu else torch.float32
-    a = torch.randn(size, size, dtype=dtype, device=runtime.device)
+    """GFLOP/s of one product of square matrices, in the precision of training."""
+    size = 8192 if runtime.device.type == "cuda" else 1024
+    a = torch.randn(size, size, dtype=runtime.dtype, device=runtime.device)
     return 2 * size**3 / _best_seconds(lambda: a @ a, runtime) / 1e9
 
 

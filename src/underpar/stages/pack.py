@@ -1,10 +1,16 @@
-"""From weights to one file, stage by stage over the run folder: quantize, pack, unpack.
+"""From weights to one file: calibrate, quantize, pack. Each is a command and leaves a file.
 
-    weights.safetensors --calibrate--> calibration.safetensors   (`calibrating`)
-    both --quantize--> quantized.safetensors   (one constant, fitted to the cap)
-    quantized.safetensors --pack--> model.upar --unpack--> weights as they are scored
+    weights.safetensors --calibrate--> calibration.safetensors     (`stages.calibrate`)
+    both --quantize--> quantized.safetensors
+    quantized.safetensors --pack--> model.upar --unpack--> the weights that are scored
 
-Each stage can be run again without the ones before it; none believes a file of other weights.
+Quantizing rounds and packs a few times to find the constant of the grids that fills the cap, then
+tunes what is stored in fp16 and fits levers to the rounded model. Its result is written to a file
+that packing reads at once, because quantizing takes minutes and packing seconds: a run that was
+interrupted, or is packed again with its tokenizer outside, does not round again.
+
+Every file names the weights and settings that it was made from. A stage refuses a calibration of
+other weights, and rounds again if the rounded model belongs to other weights or settings.
 """
 
 from __future__ import annotations
@@ -18,40 +24,30 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from underpar.artifact.budget import Budget, read_budget
-from underpar.artifact.fit import MOST_ROUNDS, Round, fit_to_cap
-from underpar.artifact.format import squeeze
+from underpar.artifact.fit import MOST_ROUNDS, Round, fit_to_cap, guess_other_bytes
 from underpar.artifact.pack import Artifact, unpack
 from underpar.artifact.pack import pack as pack_bytes
 from underpar.artifact.size_before_training import forecast
 from underpar.build.artifact import read_artifact
 from underpar.build.levers import plug_levers
 from underpar.build.model import weight_shapes
-from underpar.core.console import progress_bar
 from underpar.core.dist import ALONE
+from underpar.core.progress import SILENT, Progress
 from underpar.core.run_folder import RunFolder, write_atomic, write_json
 from underpar.core.runtime import Runtime
 from underpar.core.tensor_files import read_about, save_tensors
 from underpar.data.folder import DataFolder, load_data
 from underpar.data.tokens.tokenizer import read_model
 from underpar.errors import ArtifactError, RecipeError, RunError
-from underpar.quant import awq, lqer, tune
-from underpar.quant.allocate import Layout, gaussian_bits, rate_curve, sensitivities
+from underpar.quant import tune
 from underpar.quant.calibration import TrainingText
-from underpar.quant.files import (
-    Measured,
-    read_measured,
-    read_quantized,
-    save_quantized,
-)
-from underpar.quant.logit_fit import LogitFit, Numbers, UnreadText, fit_logits
-from underpar.quant.logsteps import to_index
-from underpar.quant.rules import match_rules, quantize_model
-from underpar.quant.schemes import QuantizedModel, Scheme, dequantize
-from underpar.quant.solve import Solver
+from underpar.quant.files import Measured, read_measured, read_quantized, save_quantized
+from underpar.quant.job import QuantJob, open_job
+from underpar.quant.logit_fit import LogitFit, LogitLever, Numbers, UnreadText, fit_logits
+from underpar.quant.schemes import QuantizedModel, dequantize
 from underpar.recipe import Recipe, Tree, from_tree, merge, to_tree
 from underpar.schema import QuantPart
 from underpar.stages.calibrate import (
@@ -65,239 +61,180 @@ from underpar.submit.bundle import bundle
 
 OnRound = Callable[[Round], None]
 
-
-# Of the cap, kept for the numbers of a lever that are fitted once the model has its size.
+# Bytes of the cap that are kept free for the numbers of each lever that is fitted after rounding.
 FITTED_BYTES = 200
-
-
-# More text says nothing new about so few numbers.
+# These are so few numbers that more text does not change them.
 FITTED_TOKENS = 1 << 18
 
 
 @dataclass(frozen=True, eq=False)
-class Press:
-    """A trained model, ready to be rounded with one constant after another."""
+class PackJob:
+    """One run on its way to an artifact: how its weights are rounded, and what else is counted."""
 
     trained: Trained
+    quant: QuantJob
     tokenizer: bytes
     cap_bytes: int
-    measured: Measured | None
-    solver: Solver | None
-    """None where no scheme needs a calibration."""
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe, with the [quant] section that is used."""
+        return self.trained.recipe
 
     @cached_property
-    def schemes(self) -> dict[str, Scheme]:
-        """How each tensor is stored."""
-        return match_rules(list(self.trained.weights), self.trained.recipe.quant.rules)
+    def fitted_levers(self) -> dict[str, LogitLever]:
+        """Levers of scoring whose numbers are fitted to the rounded model, by name."""
+        levers = plug_levers(self.recipe, "infer")
+        return {name: lever for name, lever in levers.items() if isinstance(lever, LogitLever)}
 
     @cached_property
-    def grids(self) -> dict[str, np.ndarray]:
-        """Matrices whose steps follow the constant."""
-        return {n: self.trained.weights[n] for n, s in self.schemes.items() if s.states}
-
-    @cached_property
-    def fitted(self) -> dict[str, Any]:
-        """Levers of scoring with numbers that are fitted to the rounded model, by name."""
-        levers = plug_levers(self.trained.recipe, "infer")
-        return {name: lever for name, lever in levers.items() if hasattr(lever, "classes")}
+    def code_bytes(self) -> int:
+        """Bytes of the script that scores."""
+        return len(bundle(self.recipe))
 
     @property
     def room_bytes(self) -> int:
-        """The cap less what fitted numbers may take."""
-        return self.cap_bytes - FITTED_BYTES * len(self.fitted)
-
-    def make(self, constant: float) -> tuple[QuantizedModel, int]:
-        """The model rounded with a constant for its grids, and its bytes with the code."""
-        solve = replace(self.solver, constant=constant).solve if self.solver else None
-        rules = self.trained.recipe.quant.rules
-        tensors = quantize_model(self.trained.weights, rules, solve)
-        if self.solver and self.measured:
-            tensors = lqer.correct(
-                tensors,
-                self.trained.weights,
-                self.measured.calibration,
-                self.solver.sensitivity,
-                self._lqer_settings(),
-                self.solver.device,
-            )
-        return tensors, self.budget(pack_bytes(self.artifact(tensors))).total_bytes
-
-    def _lqer_settings(self) -> lqer.Settings:
-        part = self.trained.recipe.quant
-        return lqer.Settings(
-            part.lqer_tensors,
-            part.lqer_rank,
-            part.lqer_left_bits,
-            part.lqer_right_bits,
-            part.lqer_group,
-            part.lqer_symmetric,
-            part.lqer_weighted,
-        )
+        """The cap without the bytes that fitted levers may take."""
+        return self.cap_bytes - FITTED_BYTES * len(self.fitted_levers)
 
     def artifact(self, tensors: QuantizedModel, fits: Mapping[str, Tree] | None = None) -> Artifact:
-        """What is packed, with the largest inputs of its matrices where they are known.
-
-        `fits` are settings of levers that were fitted to it.
-        """
-        largest = self.measured.calibration.largest if self.measured else {}
-        scales = {name: int(to_index(np.array(value))) for name, value in largest.items()}
-        tree = merge(to_tree(self.trained.recipe), {"levers": dict(fits or {})})
-        return Artifact(from_tree(tree), self.tokenizer, tensors, scales)
+        """What is packed; `fits` are the fitted settings of levers, by name."""
+        tree = merge(to_tree(self.recipe), {"levers": dict(fits or {})})
+        return Artifact(from_tree(tree), self.tokenizer, tensors, self.quant.activations())
 
     def budget(self, data: bytes) -> Budget:
         """Every byte of a packed file and of the code that reads it."""
         return read_budget(data, self.code_bytes, self.cap_bytes)
 
-    @cached_property
-    def code_bytes(self) -> int:
-        """Bytes of the script that scores."""
-        return len(bundle(self.trained.recipe))
+    def total_bytes(self, tensors: QuantizedModel) -> int:
+        """Bytes of a rounded model once it is packed, code and tokenizer included."""
+        return self.budget(pack_bytes(self.artifact(tensors))).total_bytes
 
-    def fit(self, on_round: OnRound | None = None) -> tuple[QuantizedModel, dict[str, Any]]:
-        """The model that fills the cap, and how it was found; a given constant is no choice."""
-        constant = self.trained.recipe.quant.constant
-        if constant or not self.grids:
-            tensors, total_bytes = self.make(constant)
-            return tensors, {"constant": constant, "total_bytes": total_bytes}
-        assert self.solver is not None
-        layouts = {
-            name: Layout(columns=self.schemes[name].columns, num_states=self.schemes[name].states)
-            for name in self.grids
+    def identity(self) -> dict[str, Any]:
+        """Everything that the rounded model depends on."""
+        return {
+            "weights_sha256": self.trained.sha256,
+            "quant": to_tree(self.recipe)["quant"],
+            "cap_bytes": self.cap_bytes,
+            "calibration": self.quant.measured.about if self.quant.measured else None,
         }
-        curve = rate_curve(self.grids, self.solver.sensitivity, layouts)
-        fitted = fit_to_cap(self.make, curve, self.room_bytes, self._other_bytes(), on_round)
-        best = fitted.best
-        return fitted.made, {**asdict(best), "rounds": [asdict(r) for r in fitted.rounds]}
-
-    def _other_bytes(self) -> float:
-        """A guess of all but the integers of grids."""
-        total: float = self.code_bytes + len(squeeze(self.tokenizer))
-        for name, scheme in self.schemes.items():
-            shape = self.trained.weights[name].shape
-            total += 2 * scheme.num_halves(shape) + scheme.num_indices(shape)
-            total += expected_bits(scheme) * self.trained.weights[name].size / 8
-        return total
 
 
-def expected_bits(scheme: Scheme) -> float:
-    """Bits a weight that integers of a Gaussian take; 0 for halves, and for grids, which vary."""
-    if not scheme.sigmas:
-        return scheme.bits
-    return float(gaussian_bits(scheme.sigmas / scheme.limit))
-
-
-def open_press(
+def open_pack_job(
     folder: RunFolder,
     cap_bytes: int | None = None,
     part: QuantPart | None = None,
     runtime: Runtime = ALONE,
-) -> Press:
-    """A run's weights with its calibration, or another [quant] section than it was trained with.
+) -> PackJob:
+    """A run's weights with their calibration.
 
-    `cap_bytes` may only tighten the recipe's cap.
+    `part` replaces the [quant] section of the recipe. `cap_bytes` may only tighten its cap.
     """
     trained = read_trained(folder)
-    trained = replace(trained, recipe=replace(trained.recipe, quant=part or trained.recipe.quant))
-    most = trained.recipe.limits.cap_bytes
-    if cap_bytes is not None and not 0 < cap_bytes <= most:
-        raise RecipeError(f"cap {cap_bytes}: expected 1 to the recipe's {most}")
+    recipe = replace(trained.recipe, quant=part or trained.recipe.quant)
+    largest_cap = recipe.limits.cap_bytes
+    if cap_bytes is not None and not 0 < cap_bytes <= largest_cap:
+        raise RecipeError(f"cap {cap_bytes}: expected 1 to the recipe's {largest_cap}")
     tokenizer = folder.need(folder.tokenizer_file).read_bytes()
-    measured = solver = None
-    if needs_calibration(trained.recipe):
-        measured = read_measured(folder.need(folder.calibration_file), runtime.device)
-        if measured.about.get("weights_sha256") != trained.sha256:
-            raise RunError(
-                f"{folder.calibration_file} belongs to other weights; run 'underpar calibrate "
-                f"{folder.path}' again"
-            )
-        costs = sensitivities(measured.calibration, measured.fisher)
-        part = trained.recipe.quant
-        schemes = match_rules(list(trained.weights), part.rules)
-        protected = awq.choose(
-            trained.weights,
-            measured.calibration,
-            [name for name, scheme in schemes.items() if scheme.bits and scheme.columns],
-            part.awq_groups,
-            part.awq_group_columns,
+    measured = None
+    if needs_calibration(recipe):
+        measured = _read_calibration(folder, trained.sha256, runtime)
+    quant = open_job(trained.weights, recipe.quant, measured, runtime.device)
+    return PackJob(replace(trained, recipe=recipe), quant, tokenizer, cap_bytes or largest_cap)
+
+
+def _read_calibration(folder: RunFolder, weights_sha256: str, runtime: Runtime) -> Measured:
+    measured = read_measured(folder.need(folder.calibration_file), runtime.device)
+    if measured.about.get("weights_sha256") != weights_sha256:
+        raise RunError(
+            f"{folder.calibration_file} belongs to other weights; run 'underpar calibrate "
+            f"{folder.path}' again"
         )
-        solver = Solver(measured.calibration, costs, 1.0, runtime.device, protected=protected)
-    return Press(trained, tokenizer, cap_bytes or most, measured, solver)
+    return measured
 
 
 def quantize_run(
-    press: Press, folder: RunFolder, runtime: Runtime = ALONE, on_round: OnRound | None = None
+    job: PackJob, folder: RunFolder, runtime: Runtime = ALONE, on_round: OnRound | None = None
 ) -> dict[str, Any]:
     """Round a run's weights so that they fill the cap; writes quantized.safetensors.
 
-    Tuning and fitting read the text that the run was trained on: their seconds count as training.
+    Tuning and fitting read training text, so their seconds count as training.
     """
     started = time.perf_counter()
-    tensors, found = press.fit(on_round)
-    if press.trained.recipe.quant.tune_steps or press.fitted:
+    tensors, about = fit_constant(job, on_round)
+    if job.recipe.quant.tune_steps or job.fitted_levers:
         began = time.perf_counter()
         data = load_data(Path(folder.read_json(folder.about_file)["data"]))
         require_own_data(folder, data, runtime)
-        tensors = tune_controls(press, tensors, data, runtime)
+        tensors = tune_controls(job, tensors, data, runtime)
         num_steps = int(str(read_about(folder.weights_file)["step"]))
-        fits = fit_levers(press, tensors, data, num_steps, runtime)
-        found["levers"] = {name: asdict(fit.numbers) for name, fit in fits.items()}
-        found["fit_nats"] = {name: fit.nats for name, fit in fits.items()}
-        found["tune_seconds"] = time.perf_counter() - began
-    about = {**_identity(press), **found, "seconds": time.perf_counter() - started}
+        fits = fit_levers(job, tensors, data, num_steps, runtime)
+        about["levers"] = {name: asdict(fit.numbers) for name, fit in fits.items()}
+        about["fit_nats"] = {name: fit.nats for name, fit in fits.items()}
+        about["tune_seconds"] = time.perf_counter() - began
+    about = {**job.identity(), **about, "seconds": time.perf_counter() - started}
     save_quantized(folder.quantized_file, tensors, about)
     return about
 
 
+def fit_constant(
+    job: PackJob, on_round: OnRound | None = None
+) -> tuple[QuantizedModel, dict[str, Any]]:
+    """The rounded model that fills the cap, with its constant, its bytes and all rounds.
+
+    A constant in the recipe is taken as it is; so is a model without grids.
+    """
+
+    def round_and_pack(constant: float) -> tuple[QuantizedModel, int]:
+        tensors = job.quant.round(constant)
+        return tensors, job.total_bytes(tensors)
+
+    constant = job.recipe.quant.constant
+    if constant or not job.quant.grids:
+        tensors, total_bytes = round_and_pack(constant)
+        return tensors, {"constant": constant, "total_bytes": total_bytes}
+    shapes = {name: weight.shape for name, weight in job.quant.weights.items()}
+    other_bytes = guess_other_bytes(job.quant.schemes, shapes, job.code_bytes, job.tokenizer)
+    curve = job.quant.rate_curve()
+    fitted = fit_to_cap(round_and_pack, curve, job.room_bytes, other_bytes, on_round)
+    return fitted.made, {**asdict(fitted.best), "rounds": [asdict(r) for r in fitted.rounds]}
+
+
 def tune_controls(
-    press: Press, tensors: QuantizedModel, data: DataFolder, runtime: Runtime
+    job: PackJob, tensors: QuantizedModel, data: DataFolder, runtime: Runtime
 ) -> QuantizedModel:
-    """The model with its fp16 vectors tuned to what became of its matrices, where that fits."""
-    part = press.trained.recipe.quant
+    """The model with its fp16 tensors tuned to the rounded matrices, if the result fits the cap."""
+    part = job.recipe.quant
     if not part.tune_steps:
         return tensors
     rounded = {name: dequantize(tensor) for name, tensor in tensors.items()}
     student, teacher = (
-        load_model(press.trained.recipe, weights).to(runtime.device)
-        for weights in (rounded, press.trained.weights)
+        load_model(job.recipe, weights).to(runtime.device)
+        for weights in (rounded, job.trained.weights)
     )
-    trainable = dict(student.named_parameters())
-    names = [n for n, t in tensors.items() if t.scheme.is_half and n in trainable]
     text = TrainingText(data, part.calibration_batches, part.calibration_batch_tokens)
     settings = tune.Settings(part.tune_steps, part.tune_lr)
-    found = tune.tune(student, names, teacher, text, runtime, settings)
-    halves = {n: replace(tensors[n], steps=v.numpy().reshape(-1)) for n, v in found.items()}
-    tuned = {name: halves.get(name, tensor) for name, tensor in tensors.items()}
-    # Halves are squeezed together, so other values may take a few bytes more.
-    fits = press.budget(pack_bytes(press.artifact(tuned))).total_bytes <= press.room_bytes
-    return tuned if fits else tensors
+    tuned = tune.tune_halves(tensors, student, teacher, text, runtime, settings)
+    # LZMA compresses all fp16 tensors together: other values may take a few bytes more.
+    return tuned if job.total_bytes(tuned) <= job.room_bytes else tensors
 
 
 def fit_levers(
-    press: Press, tensors: QuantizedModel, data: DataFolder, num_steps: int, runtime: Runtime
+    job: PackJob, tensors: QuantizedModel, data: DataFolder, num_steps: int, runtime: Runtime
 ) -> dict[str, LogitFit]:
-    """Numbers of the levers that calibrate the rounded model, whose run took `num_steps`."""
-    if not press.fitted:
+    """Fit the numbers of levers to the rounded model of a run that took `num_steps`."""
+    if not job.fitted_levers:
         return {}
-    recipe = press.trained.recipe
+    part = job.recipe.quant
     rounded = {name: dequantize(tensor) for name, tensor in tensors.items()}
-    model = load_model(recipe, rounded).to(runtime.device)
-    most = recipe.quant.calibration_batches * recipe.quant.calibration_batch_tokens
-    text = UnreadText(data, recipe.train, num_steps, min(most, FITTED_TOKENS))
+    model = load_model(job.recipe, rounded).to(runtime.device)
+    num_tokens = min(part.calibration_batches * part.calibration_batch_tokens, FITTED_TOKENS)
+    text = UnreadText(data, job.recipe.train, num_steps, num_tokens)
     fits = {}
-    for name, lever in press.fitted.items():
+    for name, lever in job.fitted_levers.items():
         start = Numbers(lever.settings.scales, lever.settings.biases)
         fits[name] = fit_logits(model, lever.classes, start, text, runtime)
     return fits
-
-
-def _identity(press: Press) -> dict[str, Any]:
-    """What a rounded model depends on."""
-    return {
-        "weights_sha256": press.trained.sha256,
-        "quant": to_tree(press.trained.recipe)["quant"],
-        "cap_bytes": press.cap_bytes,
-        "calibration": press.measured.about if press.measured else None,
-    }
 
 
 def pack_run(
@@ -308,29 +245,29 @@ def pack_run(
     on_round: OnRound | None = None,
     tokenizer_inside: bool = True,
 ) -> Budget:
-    """The artifact of a run, rounded first where that was not done; nothing over the cap.
+    """Pack a run: round it if that was not done yet, pack, verify, write; nothing over the cap.
 
-    A tokenizer outside lies beside the file as tokenizer.model, and is counted all the same.
+    If the tokenizer is not inside the file, it is tokenizer.model in the run folder, and counted.
     """
-    press = open_press(folder, cap_bytes, part, runtime)
-    made = read_about(folder.quantized_file) if folder.quantized_file.exists() else {}
-    if any(made.get(key) != value for key, value in _identity(press).items()):
-        quantize_run(press, folder, runtime, on_round)
-    tensors, found = read_quantized(folder.quantized_file)
-    artifact = press.artifact(tensors, found.get("levers"))
+    job = open_pack_job(folder, cap_bytes, part, runtime)
+    about = read_about(folder.quantized_file) if folder.quantized_file.exists() else {}
+    if any(about.get(key) != value for key, value in job.identity().items()):
+        quantize_run(job, folder, runtime, on_round)
+    tensors, quantized = read_quantized(folder.quantized_file)
+    artifact = job.artifact(tensors, quantized.get("levers"))
     data = pack_bytes(artifact, tokenizer_inside)
-    if not unpack(data, press.tokenizer).equals(artifact):
+    if not unpack(data, job.tokenizer).equals(artifact):
         raise ArtifactError("the packed file does not unpack to what was packed; nothing written")
-    budget = press.budget(data)
+    budget = job.budget(data)
     budget.enforce()
     write_atomic(folder.artifact_file, data)
-    about = {"artifact_sha256": hashlib.sha256(data).hexdigest()}
-    write_json(folder.budget_file, {**about, **budget.as_dict()})
+    digest = {"artifact_sha256": hashlib.sha256(data).hexdigest()}
+    write_json(folder.budget_file, {**digest, **budget.as_dict()})
     return budget
 
 
 def unpack_artifact(path: Path, out: Path) -> dict[str, Any]:
-    """The weights of an artifact as they are scored, fp32, in a safetensors file."""
+    """Write the weights of an artifact, as they are scored, to a safetensors file in fp32."""
     artifact, identity = read_artifact(path)
     weights = {name: torch.from_numpy(dequantize(t)) for name, t in artifact.tensors.items()}
     save_tensors(out, weights, {"artifact_sha256": identity})
@@ -342,14 +279,14 @@ def quantize(
     runtime: Runtime,
     cap_bytes: int | None = None,
     part: QuantPart | None = None,
-    quiet: bool = False,
+    progress: Progress = SILENT,
 ) -> dict[str, Any]:
     """Round a run's weights to fill the cap."""
-    with rounds_bar(quiet) as show:
-        press = open_press(folder, cap_bytes, part, runtime)
-        found = quantize_run(press, folder, runtime, show)
-    shown = ("constant", "total_bytes", "cap_bytes", "tune_seconds", "seconds")
-    return {key: found[key] for key in shown if key in found}
+    with rounds_bar(progress) as show:
+        job = open_pack_job(folder, cap_bytes, part, runtime)
+        about = quantize_run(job, folder, runtime, show)
+    summary = ("constant", "total_bytes", "cap_bytes", "tune_seconds", "seconds")
+    return {key: about[key] for key in summary if key in about}
 
 
 def pack(
@@ -357,28 +294,28 @@ def pack(
     runtime: Runtime,
     cap_bytes: int | None = None,
     part: QuantPart | None = None,
-    quiet: bool = False,
+    progress: Progress = SILENT,
     tokenizer_inside: bool = True,
 ) -> Budget:
     """The artifact of a run, under its cap."""
-    with rounds_bar(quiet) as show:
+    with rounds_bar(progress) as show:
         return pack_run(folder, cap_bytes, part, runtime, show, tokenizer_inside)
 
 
 @contextmanager
-def rounds_bar(quiet: bool) -> Iterator[OnRound]:
-    """A bar that counts how often a model was rounded and packed to find its size."""
+def rounds_bar(progress: Progress) -> Iterator[OnRound]:
+    """A bar that counts the rounds in which a model is rounded and packed to find its size."""
     done = 0
-    with progress_bar("quantize", MOST_ROUNDS, quiet) as bar:
+    with progress.task("quantize", MOST_ROUNDS) as task:
 
         def show(tried: Round) -> None:
             nonlocal done
             done += 1
-            bar.update(done, f"{tried.total_bytes:,} bytes with constant {tried.constant:.3g}")
+            task.update(done, f"{tried.total_bytes:,} bytes with constant {tried.constant:.3g}")
 
-        bar.update(0, "rounding")
+        task.update(0, "rounding")
         yield show
-        bar.update(MOST_ROUNDS)
+        task.update(MOST_ROUNDS)
 
 
 def forecast_size(recipe: Recipe, tokenizer: Path | None = None) -> Budget:

@@ -12,8 +12,8 @@ import torch
 from underpar.artifact.size_while_training import SizeForecast
 from underpar.build.levers import plug_levers, resolve_levers, transform_of
 from underpar.build.model import build_model, weight_shapes
-from underpar.core.console import ERR, progress_bar
 from underpar.core.dist import ask_main, process_group
+from underpar.core.progress import SILENT, Progress
 from underpar.core.run_folder import RunFolder, write_atomic, write_json
 from underpar.core.runtime import Runtime, seed_everything
 from underpar.core.versions import device_name, versions
@@ -29,67 +29,68 @@ from underpar.stages.calibrate import calibrate_run, needs_calibration
 from underpar.submit.bundle import bundle
 from underpar.train.checkpoint import Position
 from underpar.train.guard import Reference, read_reference
-from underpar.train.loop import OnStep, Trainer
+from underpar.train.loop import Trainer
 from underpar.train.loss_forecast import Forecast
+from underpar.train.schedule import progress as progress_of
 from underpar.train.step import step_of
 from underpar.train.validate import Validator
 
 
 def train(
     recipe: Recipe,
-    data: Path,
-    folder: RunFolder,
-    runtime: Runtime,
-    quiet: bool = False,
-    reference: Reference | None = None,
-) -> dict[str, Any]:
-    """Train to the end of the budget, to a signal, or until far behind `reference`.
-
-    All of them leave a checkpoint.
-    """
-    last: dict[str, Any] = {}
-    resumed = folder.checkpoint_file.exists()
-    watch = Watch(reference, list(folder.metrics()) if resumed else ())
-    with progress_bar("train", 1, quiet or not runtime.is_main) as bar:
-
-        def show(line: dict[str, Any]) -> bool:
-            if not last and not quiet:
-                if resumed:
-                    ERR.print(f"continuing {folder.path} at step {line['step']}", markup=False)
-                chosen = backend_of(runtime.device, runtime.dtype)
-                ERR.print(f"attention: {chosen}", markup=False)
-            last.update(line)
-            bar.update(spent_share(recipe.train, line), watch.add(line))
-            return watch.stopped is not None
-
-        finished = train_run(recipe, data, folder, runtime, show)
-    summary = {"finished": finished, "run": str(folder.path), "recipe_hash": recipe.hash}
-    summary |= {"attention": backend_of(runtime.device, runtime.dtype)}
-    summary |= {"compiled": runtime.compiled}
-    summary |= {"stopped": watch.stopped} if watch.stopped else {}
-    shown = ("step", "tokens", "start_seconds", "seconds", "loss")
-    summary |= {k: last[k] for k in shown if k in last}
-    return summary | (validation_of(folder) if finished and runtime.is_main else {})
-
-
-def train_run(
-    recipe: Recipe,
     data_path: Path,
     folder: RunFolder,
     runtime: Runtime,
-    on_step: OnStep | None = None,
-) -> bool:
-    """Train `recipe` into `folder`, resuming what is there. True when the budget is spent."""
+    progress: Progress = SILENT,
+    reference: Reference | None = None,
+) -> dict[str, Any]:
+    """Train `recipe` into `folder`, continuing the run that is there; returns a summary.
+
+    Training ends when the budget is spent, at a signal, or when the loss is far behind that of
+    `reference`. Each of them leaves a checkpoint. `finished` in the summary says whether the
+    budget is spent.
+    """
     recipe = resolve_levers(recipe)
     data = load_data(data_path)
     _check_tokenizer(recipe, data.tokenizer, data_path)
-    with process_group(runtime):
-        # On the main rank alone; where it refuses, no rank is left waiting.
-        ask_main(lambda: _begin_run(folder, recipe, data_path, data, runtime), runtime)
+    resumed = folder.checkpoint_file.exists()
+    earlier = list(folder.metrics()) if resumed else []
+    if reference:
+        for line in earlier:
+            reference.add(line["progress"], line["loss"])
+    remark = ProgressLine(earlier)
+    last: dict[str, Any] = {}
+    stopped: str | None = None
+
+    with process_group(runtime), progress.task("train", 1) as task:
+
+        def on_step(line: dict[str, Any]) -> bool:
+            nonlocal stopped
+            if not last:
+                if resumed:
+                    progress.note(f"continuing {folder.path} at step {line['step']}")
+                # Not earlier: the first call may have to wait for a backend to be compiled.
+                progress.note(f"attention: {backend_of(runtime.device, runtime.dtype)}")
+            last.update(line)
+            if reference:
+                stopped = reference.check(line["progress"], line["loss"])
+            task.update(spent_share(recipe.train, line), remark.add(line))
+            return stopped is not None
+
+        # Only the main rank prepares the folder; its refusal ends the other ranks too.
+        ask_main(lambda: begin_run(folder, recipe, data_path, data, runtime), runtime)
         finished = make_trainer(recipe, data, folder, runtime).run(on_step)
         if finished and needs_calibration(recipe):
+            task.update(1, "calibrating")
             calibrate_run(folder, data, runtime)
-        return finished
+
+    summary = {"finished": finished, "run": str(folder.path), "recipe_hash": recipe.hash}
+    summary |= {"attention": backend_of(runtime.device, runtime.dtype)}
+    summary |= {"compiled": runtime.compiled}
+    summary |= {"stopped": stopped} if stopped else {}
+    keys = ("step", "tokens", "start_seconds", "seconds", "loss")
+    summary |= {key: last[key] for key in keys if key in last}
+    return summary | (validation_of(folder) if finished and runtime.is_main else {})
 
 
 def make_trainer(recipe: Recipe, data: DataFolder, folder: RunFolder, runtime: Runtime) -> Trainer:
@@ -117,14 +118,15 @@ def make_trainer(recipe: Recipe, data: DataFolder, folder: RunFolder, runtime: R
 
 
 def make_validator(recipe: Recipe, shard: Shard, runtime: Runtime) -> Validator:
-    """The held-out documents in the passes in which they will be scored."""
+    """Validation on the held-out documents, in the forward passes that scoring will use."""
     lengths = np.diff(shard.starts, append=shard.num_tokens).tolist()
     return Validator(shard, list(chunk_documents(lengths, recipe.score.batch_tokens)), runtime)
 
 
-def _begin_run(
+def begin_run(
     folder: RunFolder, recipe: Recipe, data_path: Path, data: DataFolder, runtime: Runtime
 ) -> None:
+    """Write the files that name a run; refuse the folder of another recipe or other data."""
     wanted = {"recipe_hash": recipe.hash, "data_identity": data_identity(data)}
     if folder.about_file.exists():
         about = folder.read_json(folder.about_file)
@@ -166,43 +168,37 @@ def _check_tokenizer(recipe: Recipe, tokenizer: Tokenizer, data_path: Path) -> N
 
 
 def validation_of(folder: RunFolder) -> dict[str, float]:
-    """Of a finished run, before it is quantized: bits per byte, live and averaged, and its size."""
-    found = folder.read_json(folder.validation_file)
+    """What a finished run measured before quantization: bits per byte and the forecast size."""
+    validation = folder.read_json(folder.validation_file)
     keys = ("live_bpb", "average_bpb", "forecast_bytes")
-    return {key: found[key] for key in keys if found.get(key) is not None}
+    return {key: validation[key] for key in keys if validation.get(key) is not None}
 
 
-class Watch:
-    """What is said about a run while it trains: speed, forecast, and whether to give it up."""
+class ProgressLine:
+    """A line of metrics in words, with the bits per byte of the last validation."""
 
-    def __init__(self, reference: Reference | None, lines: Iterable[dict[str, Any]] = ()) -> None:
-        self.stopped: str | None = None
-        self._reference = reference
+    def __init__(self, earlier: Iterable[dict[str, Any]] = ()) -> None:
         self._validated = ""
-        for line in lines:
-            self._see(line)
-            if reference:
-                reference.add(line["progress"], line["loss"])
+        for line in earlier:
+            self._remember_validation(line)
 
     def add(self, line: dict[str, Any]) -> str:
-        """Take a metrics line; returns it in words, with the last look at the held-out text."""
-        if self._reference:
-            self.stopped = self._reference.check(line["progress"], line["loss"])
-        self._see(line)
+        """The words for the next line of metrics."""
+        self._remember_validation(line)
         speed = line.get("tokens_per_second") or line["tokens"] / max(line["seconds"], 1e-9)
-        remark = f"step {line['step']:,}, loss {line['loss']:.3f}, {speed:,.0f} tokens/s"
+        words = f"step {line['step']:,}, loss {line['loss']:.3f}, {speed:,.0f} tokens/s"
         if "mfu" in line:
-            remark += f", MFU {line['mfu']:.0%}"
-        # The training text where the held-out one is not priced on the way.
+            words += f", MFU {line['mfu']:.0%}"
+        # Without validations during training, the forecast is that of the training text.
         if "forecast_bpb" in line:
-            remark += f", forecast at {line['forecast_bpb']:.4f} BPB"
+            words += f", forecast at {line['forecast_bpb']:.4f} BPB"
         elif "forecast_train_bpb" in line:
-            remark += f", training text forecast at {line['forecast_train_bpb']:.4f} BPB"
+            words += f", training text forecast at {line['forecast_train_bpb']:.4f} BPB"
         if "forecast_bytes" in line:
-            remark += f", {line['forecast_bytes'] / 1e6:.2f} MB"
-        return remark + self._validated
+            words += f", {line['forecast_bytes'] / 1e6:.2f} MB"
+        return words + self._validated
 
-    def _see(self, line: dict[str, Any]) -> None:
+    def _remember_validation(self, line: dict[str, Any]) -> None:
         if "val_bpb" in line:
             self._validated = f", held-out {line['val_bpb']:.4f} BPB"
         if "average_val_bpb" in line:
@@ -210,7 +206,10 @@ class Watch:
 
 
 def open_reference(run: RunFolder, data: Path, margin: float) -> Reference:
-    """The losses of a run on the same data: nats a token of other tokens say nothing."""
+    """The losses of an earlier run, to stop a worse one early; both need the same data.
+
+    Losses are in nats per token, which only compare on the same tokens.
+    """
     theirs = run.read_json(run.about_file).get("data_identity")
     ours = data_identity(load_data(data, verify=False, refuse_shared=False))
     if theirs != ours:
@@ -222,7 +221,7 @@ def open_reference(run: RunFolder, data: Path, margin: float) -> Reference:
 
 
 def data_of(run: RunFolder) -> Path:
-    """The data folder that a run was started with."""
+    """The data folder that a run was trained on."""
     data = run.read_json(run.about_file).get("data")
     if data is None or not Path(data).is_dir():
         raise RunError(
@@ -233,7 +232,5 @@ def data_of(run: RunFolder) -> Path:
 
 
 def spent_share(part: TrainPart, line: dict[str, Any]) -> float:
-    """Share of the budget spent after a logged step."""
-    from underpar.train.schedule import progress
-
-    return progress(part, line["seconds"], line["step"], line["tokens"], line.get("flops", 0.0))
+    """Share of the budget that is spent after a logged step."""
+    return progress_of(part, line["seconds"], line["step"], line["tokens"], line.get("flops", 0.0))

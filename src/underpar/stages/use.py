@@ -9,20 +9,20 @@ from typing import Any
 from underpar.build.artifact import build_tokenizer, read_artifact
 from underpar.build.model import build_predictor
 from underpar.codec.stream import Codec, read_header
-from underpar.core.console import progress_bar
+from underpar.core.progress import SILENT, Progress
 from underpar.core.run_folder import write_atomic
 from underpar.core.runtime import Runtime
 from underpar.errors import UnderparError
 
 
 def open_codec(artifact_path: Path, runtime: Runtime) -> Codec:
-    """An artifact file, ready to predict, to write and to compress."""
+    """The codec of an artifact file; its predictor also scores and generates."""
     artifact, identity = read_artifact(artifact_path)
     return Codec(build_predictor(artifact, runtime.device), build_tokenizer(artifact), identity)
 
 
 def read_input(path: Path) -> bytes:
-    """A user's file; a missing one is a one-line error."""
+    """The bytes of a user's file."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -30,19 +30,19 @@ def read_input(path: Path) -> bytes:
 
 
 def compress(
-    artifact: Path, source: Path, out: Path, runtime: Runtime, quiet: bool = False
+    artifact: Path, source: Path, out: Path, runtime: Runtime, progress: Progress = SILENT
 ) -> dict[str, Any]:
-    """File -> compressed file, checked by decoding it; returns sizes."""
+    """Compress a file and check the result by decoding it; returns sizes."""
     data = read_input(source)
     codec = open_codec(artifact, runtime)
     total = max(1, len(codec.tokenizer.encode(data)))
     done = 0
-    with progress_bar("compress", total, quiet) as bar:
+    with progress.task("compress", total) as task:
 
         def show(num_tokens: int) -> None:
             nonlocal done
             done += num_tokens
-            bar.update(done, "then decoding again" if done >= total else "")
+            task.update(done, "then decoding again" if done >= total else "")
 
         compressed = codec.compress(data, show)
     write_atomic(out, compressed)
@@ -60,7 +60,7 @@ def compress(
 def decompress(
     artifact: Path, source: Path, out: Path, runtime: Runtime, any_machine: bool = False
 ) -> dict[str, Any]:
-    """Compressed file -> file; returns sizes."""
+    """Give back the file that `compress` read; returns sizes."""
     compressed = read_input(source)
     data = open_codec(artifact, runtime).decompress(compressed, any_machine)
     write_atomic(out, data)

@@ -1,1 +1,1 @@
-"""The package as one counted file."""
+"""The counted script: what it runs (entry.py), and how it is made (bundle.py)."""

@@ -1,8 +1,18 @@
-"""The package, or the part of it that a job needs, as one Python file whose bytes are counted.
+"""The counted script: one Python file with the modules of this package that scoring needs.
 
-Follow the imports of the entry and of the recipe's levers, drop docstrings and comments, compress
-all sources as one block, and put them behind a bootstrap that unpacks to a temporary folder: real
-files, so tracebacks, `spawn` and kernel compilers that read their source keep working.
+The rules count the bytes of the code that turns an artifact into a score. The bundle is that code:
+a short bootstrap and a compressed payload. It is built in three steps.
+
+1. Collect modules: follow the imports of `submit.entry` and of the recipe's levers. An import
+   inside a function counts like any other; an import under TYPE_CHECKING does not. Training,
+   packing, reports and unused levers are never imported and so never carried.
+2. Strip each module: no docstrings, comments or annotations, and one space per level of nesting.
+   Names, asserts and lines of code stay as they are.
+3. Compress all modules as one block, and put the block into the bootstrap as a string literal.
+
+The bootstrap unpacks the modules into a temporary folder, puts the folder first on `sys.path` and
+calls `main` of the entry. Modules are real files, so that tracebacks, `spawn` and Triton, which
+reads the source of its kernels, work as usual.
 """
 
 from __future__ import annotations
@@ -21,11 +31,10 @@ from underpar.recipe import Recipe
 
 ENTRY = "underpar.submit.entry"
 
-# Sources are text with contexts of a byte or two, at no fixed alignment.
+# Literal context of 4 bits and no alignment: settings for text.
 FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "lc": 4, "pb": 0}]
 
-# Latin-1 has a character for every byte, so the payload is a plain literal: base85 is a quarter
-# longer.
+# The payload is a literal of Latin-1 characters, one per byte. Base85 would be a quarter longer.
 BOOTSTRAP = """#coding:latin-1
 import importlib,json,lzma,pathlib,sys,tempfile
 with tempfile.TemporaryDirectory() as folder:
@@ -33,23 +42,23 @@ with tempfile.TemporaryDirectory() as folder:
   path=pathlib.Path(folder,name);path.parent.mkdir(parents=True,exist_ok=True);path.write_text(text)
  sys.path.insert(0,folder);importlib.import_module({entry!r}).main()
 """
-# What has a docstring.
-HOLDERS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-# What a literal between single quotes cannot hold as it is.
+# Nodes that may have a docstring.
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+# Characters that need an escape in a literal between single quotes.
 ESCAPES = str.maketrans({"\\": "\\\\", "'": "\\'", "\0": "\\0", "\n": "\\n", "\r": "\\r"})
 
 
 def bundle(recipe: Recipe, entry: str = ENTRY) -> bytes:
-    """One script that runs `entry` with the levers of `recipe`; its length is the counted code."""
+    """The script that runs `main` of `entry` with the levers of `recipe`; its length is counted."""
     names = [name for name in recipe.levers if name in LEVERS]
     roots = [entry, *(LEVERS[name] for name in names)]
-    # Asked for by name when it is needed: no import tells of it.
+    # An engine is imported by its name, which following imports does not find.
     roots += [m.ENGINE for m in map(lever_module, names) if hasattr(m, "ENGINE")]
     sources = {}
     for module in sorted(module_closure(roots)):
-        path = _path(module)
-        inside = module.replace(".", "/") + ("/__init__.py" if path.stem == "__init__" else ".py")
-        sources[inside] = strip(path.read_text())
+        path = module_path(module)
+        name = module.replace(".", "/") + ("/__init__.py" if path.stem == "__init__" else ".py")
+        sources[name] = strip(path.read_text())
     raw = json.dumps(sources, separators=(",", ":")).encode()
     packed = lzma.compress(raw, lzma.FORMAT_RAW, filters=FILTERS)
     payload = as_literal(packed)
@@ -58,29 +67,30 @@ def bundle(recipe: Recipe, entry: str = ENTRY) -> bytes:
 
 
 def as_literal(data: bytes) -> str:
-    """Bytes as Latin-1 characters of a Python literal between single quotes."""
+    """Bytes as the characters of a Latin-1 Python literal between single quotes."""
     text = data.decode("latin-1").translate(ESCAPES)
-    # A digit after an escaped zero would be read as part of its number.
+    # A digit after \0 would be read as part of an octal escape.
     return re.sub(r"\\0(?=[0-7])", r"\\x00", text)
 
 
 def module_closure(roots: Iterable[str]) -> set[str]:
-    """Every module of this package that `roots` import, directly or not, with their packages."""
-    found: set[str] = set()
+    """`roots`, every module of this package that they import, directly or not, and all parents."""
+    closure: set[str] = set()
     waiting = list(roots)
     while waiting:
         module = waiting.pop()
-        if module in found:
+        if module in closure:
             continue
-        found.add(module)
-        waiting += [p for p in (module.rpartition(".")[0],) if p]
-        waiting += imported_modules(_path(module).read_text())
-    return found
+        closure.add(module)
+        if parent := module.rpartition(".")[0]:
+            waiting.append(parent)
+        waiting += imported_modules(module_path(module).read_text())
+    return closure
 
 
 @cache
 def imported_modules(source: str) -> tuple[str, ...]:
-    """Modules of this package that a source imports, but for those of type checking alone."""
+    """Modules of this package that a source imports; those under TYPE_CHECKING are left out."""
     tree = ast.parse(source)
     names: list[str] = []
     for node in _running_nodes(tree):
@@ -111,7 +121,8 @@ def _is_module(name: str) -> bool:
         return False
 
 
-def _path(module: str) -> Path:
+def module_path(module: str) -> Path:
+    """The file of a module."""
     spec = find_spec(module)
     assert spec is not None and spec.origin is not None, f"{module} is not a module"
     return Path(spec.origin)
@@ -119,21 +130,21 @@ def _path(module: str) -> Path:
 
 @cache
 def strip(source: str) -> str:
-    """The source without docstrings, comments and what only type checkers read.
+    """The source without docstrings, comments and annotations.
 
-    Names, asserts and lines of code stay, and so do the types of fields, which dataclasses read,
-    and of a kernel's constants.
+    Two kinds of annotations stay, because programs read them: those of fields (dataclasses) and
+    `constexpr` of kernel arguments (Triton).
     """
     tree = ast.parse(source)
     for node in ast.walk(tree):
-        if isinstance(node, HOLDERS):
-            words = ast.get_docstring(node, clean=False) is not None
-            body = [n for n in node.body[words:] if not _is_for_checkers(n)]
+        if isinstance(node, DOCUMENTED):
+            has_docstring = ast.get_docstring(node, clean=False) is not None
+            body = [n for n in node.body[has_docstring:] if not _is_for_checkers(n)]
             node.body = body or [ast.Pass()]
         if isinstance(node, ast.FunctionDef):
             node.returns = None
         if isinstance(node, ast.arg) and node.annotation is not None:
             is_constant = ast.unparse(node.annotation).endswith("constexpr")
             node.annotation = node.annotation if is_constant else None
-    # Spaces at the start of a line are nesting alone: strings are written with escapes.
-    return re.sub(r"(?m)^ +", lambda found: found[0][::4], ast.unparse(tree))
+    # Leading spaces are always nesting: `unparse` writes line breaks in strings as escapes.
+    return re.sub(r"(?m)^ +", lambda spaces: spaces[0][::4], ast.unparse(tree))

@@ -1,4 +1,4 @@
-"""What the counted script runs: score an artifact on a data folder and print the result as JSON."""
+"""The program of the counted script: score an artifact on a data folder, print JSON."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit("usage: script ARTIFACT DATA [adapt]")
     clock, runtime = Clock("load"), open_runtime()
     artifact, _ = read_artifact(Path(arguments[0]))
-    asked = ADAPT if arguments[2:] == ["adapt"] else PLAIN
-    method, recipe = open_method(artifact.recipe, asked)
+    requested = ADAPT if arguments[2:] == ["adapt"] else PLAIN
+    method, recipe = open_method(artifact.recipe, requested)
     data = load_data(Path(arguments[1]))
     require_same_tokenizer(artifact, data.tokenizer)
     with process_group(runtime):

@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Iterator
 
 from underpar.core.runtime import Runtime
-from underpar.data.loader import Batch, Loader, micros_of_rank, prefetch
+from underpar.data.batch import Batch
+from underpar.data.loader import Loader, micros_of_rank, prefetch
 
 
 class Feed:

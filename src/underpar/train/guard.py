@@ -14,7 +14,8 @@ from torch import Tensor
 
 from underpar.core.run_folder import RunFolder
 from underpar.core.tensor_files import read_tensors, save_tensors
-from underpar.data.loader import Batch, Loader, Segments
+from underpar.data.batch import Batch, Segments
+from underpar.data.loader import Loader
 from underpar.errors import RunError
 
 # Losses whose median is the usual loss; below so many nothing is usual yet.

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from underpar.compile.regions import CompiledLoss
+from underpar.compile.regions import TracedRun
 from underpar.core.dist import ask_main, from_main, may_fail, require_on_main, require_same
 from underpar.core.run_folder import RunFolder, write_atomic, write_json
 from underpar.core.runtime import Clock, Runtime, process_age_seconds
@@ -25,6 +25,7 @@ from underpar.core.tensor_files import save_tensors
 from underpar.data.loader import Loader
 from underpar.kernels.attention import backend_of
 from underpar.model.gpt import GPT
+from underpar.model.network import EAGER
 from underpar.recipe import TrainPart
 from underpar.seams import Averager, Disguise, Penalty
 from underpar.train import schedule
@@ -35,7 +36,7 @@ from underpar.train.guard import Guard
 from underpar.train.loss_forecast import Forecast
 from underpar.train.meter import Meter, flops_per_token, peak_flops
 from underpar.train.optim import Optimizer
-from underpar.train.step import accumulate, mean_loss, sum_penalties
+from underpar.train.step import accumulate, sum_penalties
 from underpar.train.validate import Validation, Validator
 from underpar.train.warmup import warm_up
 
@@ -77,7 +78,7 @@ class Trainer:
         self._sized_seconds = 0.0
         # From the command to the first step, compilation and all.
         self._start_seconds = 0.0
-        self._loss_of = CompiledLoss() if self.runtime.compiled else mean_loss
+        self._run = TracedRun() if self.runtime.compiled else EAGER
         for averager in self.averagers:
             averager.start(self._weights())
 
@@ -86,7 +87,7 @@ class Trainer:
         self._resume()
         if self.runtime.compiled:
             with self.meter.clock.phase("compile"):
-                warm_up(self.model, self.loader, self.part, self.runtime, self._loss_of)
+                warm_up(self.model, self.loader, self.part, self.runtime, self._run)
         step_tokens = self.loader.step_tokens
         before, started = self.position.seconds, self._spent_seconds()
         self._start_seconds = process_age_seconds()
@@ -145,7 +146,7 @@ class Trainer:
                 disguise.close()
                 return sum_penalties(self.penalties, self.model, step, p)
 
-            loss = accumulate(self.model, batches, num_micro, self.runtime, self._loss_of, penalty)
+            loss = accumulate(self.model, batches, num_micro, self.runtime, self._run, penalty)
         decay_scale = schedule.decay_scale(self.part, p)
         norm = self.optimizer.step(scale, schedule.momentum(self.part, p), decay_scale)
         for averager in self.averagers:

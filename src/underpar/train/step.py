@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from underpar.core.dist import sum_over_ranks
 from underpar.core.runtime import Runtime
-from underpar.data.loader import Batch, MicroBatch, make_step
+from underpar.data.batch import Batch
+from underpar.data.loader import MicroBatch, make_step
+from underpar.kernels.capped import capped_cross_entropy
 from underpar.model.kv_cache import PackedCache
+from underpar.model.network import EAGER, Eager, Network
 from underpar.schema import TrainPart
-from underpar.seams import Penalty
+from underpar.seams import Penalty, Stream
 
 
 def step_of(part: TrainPart) -> list[MicroBatch]:
@@ -26,14 +29,21 @@ def step_of(part: TrainPart) -> list[MicroBatch]:
     )
 
 
-# Model and micro-batch -> mean nats a target.
-LossOf = Callable[[nn.Module, Batch], Tensor]
+def mean_loss(network: Network, batch: Batch, run: Eager = EAGER) -> Tensor:
+    """Mean nats per target of one micro-batch; a compiled `run` compiles every part of it."""
+    stream = network.run_blocks(batch.inputs, PackedCache(batch.segments), run)
+    loss: Tensor = run.end(stream_loss, network, stream, batch.targets, run.fused)
+    return loss
 
 
-def mean_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Mean nats a target of one micro-batch."""
-    logits = model(batch.inputs, PackedCache(batch.segments))
-    return F.cross_entropy(logits.float(), batch.targets)
+def stream_loss(network: Network, stream: Stream, targets: Tensor, fused: bool) -> Tensor:
+    """Mean nats per target (N,), from the stream after the last block.
+
+    `fused`: by the formulas made for compilers (`kernels/capped.py`).
+    """
+    # A copy: to finish a stream is to change it.
+    logits = network.head(network.finish(replace(stream)), fused)
+    return capped_cross_entropy(logits, targets, network.spec.softcap, fused)
 
 
 def precision(runtime: Runtime) -> AbstractContextManager[None]:
@@ -53,11 +63,11 @@ def sum_penalties(
 
 
 def accumulate(
-    model: nn.Module,
+    network: Network,
     batches: Iterator[Batch],
     num_micro_batches: int,
     runtime: Runtime,
-    loss_of: LossOf = mean_loss,
+    run: Eager = EAGER,
     penalty: Callable[[], Tensor | None] | None = None,
 ) -> Tensor:
     """Leave the global batch's gradients on every rank; returns its mean loss in nats a token.
@@ -68,7 +78,7 @@ def accumulate(
     for _ in range(num_micro_batches // runtime.world):
         batch = next(batches).to(runtime.device, non_blocking=True)
         with precision(runtime):
-            loss = loss_of(model, batch) / num_micro_batches
+            loss = mean_loss(network, batch, run) / num_micro_batches
         loss.backward()
         total += loss.detach()
     # The last rank has the step's last micro-batch: the sum over ranks counts the penalty once.
@@ -76,6 +86,6 @@ def accumulate(
         extra = penalty()
         if extra is not None:
             extra.backward()
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    grads = [p.grad for p in network.parameters() if p.grad is not None]
     sum_over_ranks([*grads, total], runtime)
     return total

@@ -19,10 +19,11 @@ from torch import Tensor
 
 from underpar.core.dist import sum_over_ranks
 from underpar.core.runtime import Runtime
-from underpar.data.loader import pack_documents
+from underpar.data.batch import pack_documents
 from underpar.data.shards import Shard
-from underpar.model.gpt import GPT, as_scored
+from underpar.model.gpt import GPT
 from underpar.model.kv_cache import PackedCache
+from underpar.model.network import as_scored
 from underpar.train.step import precision
 
 # Rows of logits made at a time: those of a whole pass take gigabytes.

@@ -11,31 +11,32 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from torch import Tensor
 
-from underpar.compile.regions import CompiledLoss
+from underpar.compile.regions import CompiledRun
 from underpar.compile.startup import end_warm_up
 from underpar.core.runtime import Runtime
-from underpar.data.loader import Batch, Loader, MicroBatch
+from underpar.data.batch import Batch
+from underpar.data.loader import Loader, MicroBatch
 from underpar.data.made_up import made_up_batch
-from underpar.model.gpt import GPT
+from underpar.model.network import Eager, Network
 from underpar.schema import TrainPart
-from underpar.train.step import LossOf, precision
+from underpar.train.step import mean_loss, precision
 
 # Moments of training at which the order of visits is looked up.
 MOMENTS = tuple(i / 20 for i in range(21))
 
 
-def warm_up(model: GPT, loader: Loader, part: TrainPart, runtime: Runtime, loss_of: LossOf) -> int:
+def warm_up(model: Network, loader: Loader, part: TrainPart, runtime: Runtime, run: Eager) -> int:
     """One forward and backward pass for each graph; how many there were."""
     shapes = shapes_of(loader.plan, part)
-    if isinstance(loss_of, CompiledLoss):
+    if isinstance(run, CompiledRun):
         # Contexts are next to never part of a graph: one for each number of tokens will do.
         sizes = list({micro.tokens: micro for micro in shapes}.values())
-        with loss_of.regions.hollow():
+        with run.trace_only():
             for batch in _passes(model, loader, part.order, sizes):
-                _lose(model, batch, runtime, loss_of)
+                _lose(model, batch, runtime, run)
     num_graphs = 0
     for batch in _passes(model, loader, part.order, shapes):
-        _lose(model, batch, runtime, loss_of).backward()
+        _lose(model, batch, runtime, run).backward()
         num_graphs += 1
     model.zero_grad(set_to_none=True)
     runtime.synchronize()
@@ -44,7 +45,7 @@ def warm_up(model: GPT, loader: Loader, part: TrainPart, runtime: Runtime, loss_
 
 
 def _passes(
-    model: GPT, loader: Loader, order: str, shapes: Sequence[MicroBatch]
+    model: Network, loader: Loader, order: str, shapes: Sequence[MicroBatch]
 ) -> Iterator[Batch]:
     """A batch for each shape and each order of visits; the model is set to the order."""
     rng = np.random.default_rng(0)
@@ -58,9 +59,9 @@ def _passes(
             yield made_up_batch(micro, model.spec.vocab_size, rng, order, loader.longest)
 
 
-def _lose(model: GPT, batch: Batch, runtime: Runtime, loss_of: LossOf) -> Tensor:
+def _lose(model: Network, batch: Batch, runtime: Runtime, run: Eager) -> Tensor:
     with precision(runtime):
-        return loss_of(model, batch.to(runtime.device))
+        return mean_loss(model, batch.to(runtime.device), run)
 
 
 def shapes_of(plan: Sequence[MicroBatch], part: TrainPart) -> list[MicroBatch]:

@@ -149,7 +149,7 @@ def test_a_hollow_step_has_the_sizes_of_its_width(model: GPT, keys: str) -> None
     run(forward_step, model, lora, lanes, lanes.empty_inputs(NUM_LANES, 9))
     for width in (9, 24):
         inputs = inputs_of(lanes.empty_inputs(NUM_LANES, width))
-        with forward.regions.hollow(), lora.attached():
+        with forward.regions.trace_only(), lora.attached():
             log_p, loss = forward(model, inputs, lanes.cache(inputs.counts, inputs.width))
         assert log_p.shape == inputs.wanted.shape and loss.requires_grad
     assert Counted.num_traces == 5

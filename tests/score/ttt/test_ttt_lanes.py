@@ -31,7 +31,7 @@ from lever_stacks import CPU
 from thread_ranks import Ranks
 from underpar.compile import regions as compiled
 from underpar.core.runtime import Clock, Runtime
-from underpar.data.loader import segments_from_starts
+from underpar.data.batch import segments_from_starts
 from underpar.data.shards import Shard
 from underpar.infer.lora import AdapterKey, Lora
 from underpar.infer.step import forward_step

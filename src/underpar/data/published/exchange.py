@@ -43,6 +43,7 @@ from underpar.data.published.files import (
 from underpar.data.shards import CHANGED, Columns
 from underpar.data.tokens.tokenizer import Tokenizer, open_tokenizer, read_model
 from underpar.data.transforms import IDENTITY
+from underpar.data.value_files import open_values
 from underpar.errors import DataError
 from underpar.seams import BOS_ID
 
@@ -106,7 +107,7 @@ def import_published(
 
 def _read_split(paths: list[Path], tokenizer: Tokenizer) -> Iterator[tuple[Path, Columns]]:
     """Batches of whole documents with the file they end in; a document may straddle files."""
-    tokens, weights = np.zeros(0, np.uint16), np.zeros(0, np.int32)
+    tokens, source_bytes = np.zeros(0, np.uint16), np.zeros(0, np.int32)
     for number, path in enumerate(paths):
         values = open_published(path, tokenizer.vocab_size)
         refuse_special_ids(path, values)
@@ -116,18 +117,18 @@ def _read_split(paths: list[Path], tokenizer: Tokenizer) -> Iterator[tuple[Path,
             raise DataError(f"{path}: does not begin with BOS ({BOS_ID}), so documents are cut")
         for begin in range(0, len(values), _BATCH_TOKENS):
             tokens = np.append(tokens, values[begin : begin + _BATCH_TOKENS])
-            weights = np.append(weights, bytes_of[begin : begin + _BATCH_TOKENS])
+            source_bytes = np.append(source_bytes, bytes_of[begin : begin + _BATCH_TOKENS])
             # The last document may go on, so it waits.
             last = int(np.flatnonzero(tokens == BOS_ID)[-1])
             if last:
-                yield path, _columns(tokens[:last], weights[:last], tokenizer)
-                tokens, weights = tokens[last:], weights[last:]
+                yield path, _columns(tokens[:last], source_bytes[:last], tokenizer)
+                tokens, source_bytes = tokens[last:], source_bytes[last:]
     if len(tokens):
-        yield paths[-1], _columns(tokens, weights, tokenizer)
+        yield paths[-1], _columns(tokens, source_bytes, tokenizer)
 
 
 def _columns(
-    tokens: npt.NDArray[np.uint16], weights: npt.NDArray[np.int32], tokenizer: Tokenizer
+    tokens: npt.NDArray[np.uint16], source_bytes: npt.NDArray[np.int32], tokenizer: Tokenizer
 ) -> Columns:
     starts = np.flatnonzero(tokens == BOS_ID)
     # The text itself is not in the files: what the tokens decode to stands for it.
@@ -139,13 +140,13 @@ def _columns(
         ) from error
     lengths = np.array([len(text) for text in texts], dtype=np.int64)
     # Of a lossless tokenizer that is exact, with or without a sidecar.
-    counted = np.add.reduceat(weights, starts, dtype=np.int64)
+    counted = np.add.reduceat(source_bytes, starts, dtype=np.int64)
     doc_bytes = lengths if tokenizer.lossless else counted
     by_table = np.add.reduceat(tokenizer.token_bytes[tokens], starts, dtype=np.int64)
     hashes = b"".join(hashlib.sha256(text).digest() for text in texts)
     return Columns(
         tokens=tokens,
-        weights=weights,
+        source_bytes=source_bytes,
         counts=np.diff(starts, append=len(tokens)),
         doc_bytes=doc_bytes,
         doc_hashes=np.frombuffer(hashes, dtype=np.uint8).reshape(-1, 32),
@@ -155,8 +156,8 @@ def _columns(
 
 
 def _refuse_wrong_bytes(source: Path, columns: Columns, num_before: int) -> None:
-    assert columns.weights is not None
-    counted = np.add.reduceat(columns.weights, columns.starts, dtype=np.int64)
+    assert columns.source_bytes is not None
+    counted = np.add.reduceat(columns.source_bytes, columns.starts, dtype=np.int64)
     wrong = np.flatnonzero(counted != columns.doc_bytes)
     if wrong.size:
         raise DataError(
@@ -173,7 +174,9 @@ def export_published(
     name = f"underpar_{tokenizer.vocab_size}"
     if (out / EXPORT_MANIFEST_NAME).exists():
         raise DataError(f"{out}: holds an export already; choose another folder")
-    stats = _write_splits(data, _val_weights(data, source), out / "datasets" / name, shard_tokens)
+    stats = _write_splits(
+        data, _val_source_bytes(data, source), out / "datasets" / name, shard_tokens
+    )
     (out / "tokenizers").mkdir(exist_ok=True)
     shutil.copyfile(source / TOKENIZER_NAME, out / "tokenizers" / f"{name}.model")
     dataset = describe_dataset(f"datasets/{name}", name, stats["train"], stats["val"], sidecar=True)
@@ -191,7 +194,7 @@ def export_published(
 
 
 def _write_splits(
-    data: DataFolder, weights: npt.NDArray[Any], folder: Path, shard_tokens: int
+    data: DataFolder, source_bytes: npt.NDArray[Any], folder: Path, shard_tokens: int
 ) -> dict[str, SplitStats]:
     vocab_size = data.tokenizer.vocab_size
     with ExitStack() as stack:
@@ -206,7 +209,7 @@ def _write_splits(
             for index in range(shard.num_documents):
                 begin = int(shard.starts[index])
                 document = shard.doc(index)
-                bytes_of = weights[begin : begin + len(document)] if split == "val" else None
+                bytes_of = source_bytes[begin : begin + len(document)] if split == "val" else None
                 writers[split].add(document, bytes_of)
         return {split: writer.stats() for split, writer in writers.items()}
 
@@ -225,7 +228,7 @@ def _describe_tokenizer(tokenizer: Tokenizer, name: str) -> ExportedTokenizer:
     )
 
 
-def _val_weights(data: DataFolder, source: Path) -> npt.NDArray[Any]:
+def _val_source_bytes(data: DataFolder, source: Path) -> npt.NDArray[Any]:
     if data.manifest["val"]["ledger"] == "sidecar":
-        return open_published(source / sidecar_name("val"), None)
+        return open_values(source / sidecar_name("val"))
     return data.tokenizer.token_bytes[data.val.tokens]

@@ -1,31 +1,21 @@
 """Write the published FineWeb token files, with or without byte sidecars, document by document."""
 
-import contextlib
 import os
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from underpar.data.published.export_manifest import SplitStats
-from underpar.data.published.files import (
-    HEADER_BYTES,
-    HEADER_INTS,
-    MAGIC,
-    PUBLISHED_SHARD_TOKENS,
-    SPECIAL_IDS,
-    SPLITS,
-    VERSION,
-)
+from underpar.data.published.files import PUBLISHED_SHARD_TOKENS, SPECIAL_IDS, SPLITS
+from underpar.data.value_writer import MAX_FILE_VALUES, ValueSeries, checked_values, part_of
 from underpar.errors import DataError
 from underpar.seams import BOS_ID
 
 # What an unsigned 16-bit entry can tell apart.
 MAX_VOCAB_SIZE = 1 << 16
-# The header holds a signed 32-bit count.
-MAX_SHARD_TOKENS = (1 << 31) - 1
 
 
 class PublishedWriter:
@@ -50,8 +40,8 @@ class PublishedWriter:
                 f"vocab_size is {vocab_size}, expected {BOS_ID + 1} to {MAX_VOCAB_SIZE}: "
                 "published files store 16-bit ids"
             )
-        if not 0 < shard_tokens <= MAX_SHARD_TOKENS:
-            raise DataError(f"shard_tokens is {shard_tokens}, expected 1 to {MAX_SHARD_TOKENS}")
+        if not 0 < shard_tokens <= MAX_FILE_VALUES:
+            raise DataError(f"shard_tokens is {shard_tokens}, expected 1 to {MAX_FILE_VALUES}")
         self.num_documents = 0
         self.num_tokens = 0
         self.num_bytes = 0
@@ -92,23 +82,27 @@ class PublishedWriter:
         """Documents, tokens and files so far."""
         return SplitStats(self.num_documents, self.num_tokens, len(self._tokens.paths))
 
-    def add(self, tokens: npt.ArrayLike, weights: npt.ArrayLike | None = None) -> None:
+    def add(self, tokens: npt.ArrayLike, source_bytes: npt.ArrayLike | None = None) -> None:
         """Append a document, BOS first, and with a sidecar the bytes of each token, BOS 0.
 
         A refused document leaves nothing behind.
         """
-        if (weights is not None) != (self._sidecar is not None):
-            raise DataError("byte weights are given with a sidecar, and only with one")
         where = f"document {self.num_documents}"
+        if (source_bytes is not None) != (self._sidecar is not None):
+            raise DataError(
+                f"{where}: a sidecar needs the source bytes of each token"
+                if source_bytes is None
+                else f"{where}: source bytes are given without a sidecar, leave them out"
+            )
         ids = checked_values(tokens, self._vocab_size, f"{where}: token")
         _check_framing(ids, where)
         if self._sidecar is not None:
             # Checked before the cast to 16 bits, which would wrap without a word.
-            counts = checked_values(weights, 1 << 16, f"{where}: byte weight")
+            counts = checked_values(source_bytes, 1 << 16, f"{where}: source bytes of token")
             if len(counts) != len(ids) or counts[0] != 0:
                 raise DataError(
-                    f"{where}: {len(counts)} byte weights for {len(ids)} tokens, the first "
-                    f"{counts[0]}; expected one a token and 0 for BOS"
+                    f"{where}: sidecar has {len(counts)} entries for {len(ids)} tokens, the first "
+                    f"entry is {counts[0]}; expected one entry per token and 0 for BOS"
                 )
             self._sidecar.write(counts)
             self.num_bytes += int(counts.sum(dtype=np.int64))
@@ -135,84 +129,11 @@ class PublishedWriter:
             for series in self._all_series():
                 for path in reversed(series.paths):
                     renamed.append(path)
-                    os.replace(_part(path), path)
+                    os.replace(part_of(path), path)
         except BaseException:
             for path in renamed:
                 path.unlink(missing_ok=True)
             raise
-
-
-class ValueSeries:
-    """Numbered files of equal size but the last, under temporary names until published."""
-
-    def __init__(self, folder: Path, pattern: str, shard_tokens: int = MAX_SHARD_TOKENS) -> None:
-        self.paths: list[Path] = []
-        self._folder = folder
-        self._pattern = pattern
-        self._shard_tokens = shard_tokens
-        self._room = 0
-        self._file: IO[bytes] | None = None
-
-    def write(self, values: npt.NDArray[Any]) -> None:
-        """Append values below 2^16."""
-        begin = 0
-        while begin < len(values):
-            file = self._file if self._file is not None and self._room else self._open_next()
-            piece = values[begin : begin + self._room]
-            file.write(piece.astype("<u2").tobytes())
-            self._room -= len(piece)
-            begin += len(piece)
-
-    def close(self) -> None:
-        """Put the count into the last file's header; without a value it is file 0, empty."""
-        file = self._file or self._open_next()
-        header = np.zeros(HEADER_INTS, dtype="<i4")
-        header[:3] = MAGIC, VERSION, self._shard_tokens - self._room
-        file.seek(0)
-        file.write(header.tobytes())
-        file.flush()
-        os.fsync(file.fileno())
-        file.close()
-
-    def publish(self) -> None:
-        """Give the closed files their names, the first one last."""
-        for path in reversed(self.paths):
-            os.replace(_part(path), path)
-
-    def discard(self) -> None:
-        """Remove what has not been renamed."""
-        if self._file is not None:
-            # An error on the way out would hide the one that led here.
-            with contextlib.suppress(OSError):
-                self._file.close()
-        for path in self.paths:
-            _part(path).unlink(missing_ok=True)
-
-    def _open_next(self) -> IO[bytes]:
-        if self._file is not None:
-            self.close()
-        self.paths.append(self._folder / self._pattern.format(len(self.paths)))
-        self._room = self._shard_tokens
-        self._file = _part(self.paths[-1]).open("wb")
-        self._file.seek(HEADER_BYTES)
-        return self._file
-
-
-def _part(path: Path) -> Path:
-    return path.with_name(f".{path.name}.part")
-
-
-def checked_values(values: npt.ArrayLike | None, limit: int, what: str) -> npt.NDArray[Any]:
-    """A row of integers from 0 to below `limit`, or a DataError that names the first other."""
-    array = np.asarray(values)
-    if array.ndim != 1 or not array.size or array.dtype.kind not in "iu":
-        raise DataError(
-            f"{what}s are {array.dtype} of shape {array.shape}, expected a row of integers"
-        )
-    if array.min() < 0 or array.max() >= limit:
-        at = int(np.argmax((array < 0) | (array >= limit)))
-        raise DataError(f"{what} {at} is {array[at]}, expected 0 to {limit - 1}")
-    return array
 
 
 def _check_framing(ids: npt.NDArray[Any], where: str) -> None:

@@ -1,14 +1,9 @@
-"""Published FineWeb token files of Parameter Golf: open them, their documents and byte sidecars.
+"""Published FineWeb token files of Parameter Golf: find them, open them, check them.
 
-Layout, little-endian:
-
-    offset  type           content
-    0       i32[256]       20240520, version 1, number of values n, then zeros
-    1024    u16[n]         token ids; in a sidecar, the bytes of text each token stands for
-
-A split is one stream cut into numbered files, `fineweb_val_000000.bin` and so on; a document is
-[BOS] + tokens, no EOS, and may straddle two files. A sidecar, `fineweb_val_bytes_000000.bin`, has
-one entry a token of the file with its number.
+`value_files` describes the format of one file. A split is one stream of tokens, cut into numbered
+files `fineweb_val_000000.bin` and so on. A document is [BOS] + tokens without EOS, and may straddle
+two files. A sidecar, `fineweb_val_bytes_000000.bin`, has one entry per token of the token file with
+the same number: the source bytes of that token.
 """
 
 import os
@@ -20,13 +15,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from underpar.data.value_files import open_values
 from underpar.errors import DataError
 from underpar.seams import BOS_ID
 
-MAGIC = 20240520
-VERSION = 1
-HEADER_INTS = 256
-HEADER_BYTES = 4 * HEADER_INTS
 PUBLISHED_SHARD_TOKENS = 100_000_000
 SPLITS = ("train", "val")
 # Nothing in a stream of text: no padding, no EOS, and byte fallback leaves nothing unknown.
@@ -41,55 +33,20 @@ KNOWN_VAL = {
 }
 
 _TOKEN_FILE = re.compile(r"fineweb_(train|val)_([0-9]{6})\.bin")
+
 _CHUNK = 1 << 22
 
 
-def open_published(path: Path, limit: int | None) -> npt.NDArray[np.uint16]:
-    """Map the values of one file; any at or over `limit`, the vocabulary size, is refused."""
-    try:
-        with path.open("rb") as file:
-            num_values = _parse_header(path, file.read(HEADER_BYTES))
-            num_file_bytes = os.fstat(file.fileno()).st_size
-            # Checked before anything is mapped; a download cut short shows here.
-            expected = HEADER_BYTES + 2 * num_values
-            if num_file_bytes != expected:
-                raise DataError(
-                    f"{path}: file has {num_file_bytes} bytes, its header promises {expected}; "
-                    "fetch it again"
-                )
-            # A plain view of the map: slicing the memmap class itself is several times slower.
-            raw = np.asarray(np.memmap(file, dtype=np.uint8, mode="r"))
-    except OSError as error:
-        raise DataError(f"{path}: token file cannot be read: {error.strerror}") from error
-    values = raw[HEADER_BYTES:].view("<u2")
-    if limit is not None:
-        _refuse_ids_from(path, values, limit)
-    return values
-
-
-def _parse_header(path: Path, header: bytes) -> int:
-    if len(header) < HEADER_BYTES:
-        raise DataError(f"{path}: {len(header)} bytes, a token file has at least {HEADER_BYTES}")
-    magic, version, num_values, *reserved = np.frombuffer(header, dtype="<i4").tolist()
-    if magic != MAGIC:
-        raise DataError(f"{path}: not a published token file, magic is {magic}, expected {MAGIC}")
-    if version != VERSION:
-        raise DataError(f"{path}: token file version {version}, expected {VERSION}")
-    if any(reserved):
-        at = next(i for i, value in enumerate(reserved) if value)
-        raise DataError(f"{path}: header integer {3 + at} is {reserved[at]}, expected 0")
-    if num_values < 0:
-        raise DataError(f"{path}: header promises {num_values} values, expected 0 or more")
-    return int(num_values)
-
-
-def _refuse_ids_from(path: Path, tokens: npt.NDArray[np.uint16], limit: int) -> None:
+def open_published(path: Path, vocab_size: int) -> npt.NDArray[np.uint16]:
+    """Map the token ids of one file; refuse ids outside the vocabulary."""
+    tokens = open_values(path)
     for begin, chunk in _chunks(tokens):
-        if int(chunk.max()) >= limit:
-            at = int(np.argmax(chunk >= limit))
+        if int(chunk.max()) >= vocab_size:
+            at = int(np.argmax(chunk >= vocab_size))
             raise DataError(
-                f"{path}: token {begin + at} is id {chunk[at]}, the tokenizer has {limit} ids"
+                f"{path}: token {begin + at} is id {chunk[at]}, the tokenizer has {vocab_size} ids"
             )
+    return tokens
 
 
 def refuse_special_ids(path: Path, tokens: npt.NDArray[np.uint16]) -> None:
@@ -142,38 +99,15 @@ def open_sidecar(
     # A link to nowhere is a sidecar that cannot be read, not one that is absent.
     if not os.path.lexists(path):
         return None
-    weights = open_published(path, None)
-    if len(weights) != len(tokens):
-        raise DataError(f"{path}: {len(weights)} entries for {len(tokens)} tokens")
-    wrong = np.flatnonzero((tokens == bos_id) & (weights != 0))
+    source_bytes = open_values(path)
+    if len(source_bytes) != len(tokens):
+        raise DataError(f"{path}: {len(source_bytes)} entries for {len(tokens)} tokens")
+    wrong = np.flatnonzero((tokens == bos_id) & (source_bytes != 0))
     if wrong.size:
         raise DataError(
-            f"{path}: the BOS at token {wrong[0]} has {weights[wrong[0]]} bytes, expected 0"
+            f"{path}: the BOS at token {wrong[0]} has {source_bytes[wrong[0]]} bytes, expected 0"
         )
-    return weights
-
-
-def document_table(tokens: npt.NDArray[np.uint16], bos_id: int = BOS_ID) -> npt.NDArray[np.int64]:
-    """Positions of BOS, ascending, in the whole stream of a split."""
-    if not len(tokens):
-        raise DataError(f"the token stream is empty, expected BOS ({bos_id}) first")
-    if tokens[0] != bos_id:
-        raise DataError(
-            f"the token stream begins with id {tokens[0]}, expected BOS ({bos_id}); "
-            "start at the first file of the split and leave sidecars out"
-        )
-    return np.flatnonzero(tokens == bos_id).astype(np.int64, copy=False)
-
-
-def target_counts(starts: npt.NDArray[np.int64], num_tokens: int) -> npt.NDArray[np.int64]:
-    """Targets each document owns: its tokens after BOS and the next document's BOS.
-
-    They add up to num_tokens - 1: the first BOS is never a target, the last document has no end.
-    """
-    assert starts[0] == 0 and starts[-1] < num_tokens
-    counts = np.diff(np.append(starts, num_tokens - 1))
-    assert (counts[:-1] > 0).all()
-    return counts
+    return source_bytes
 
 
 def check_known_val(name: str, num_tokens: int, num_bytes: int) -> None:

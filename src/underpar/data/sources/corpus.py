@@ -51,6 +51,14 @@ def is_held_out(digest: bytes, fraction: float) -> bool:
     return int.from_bytes(digest[:8], "big") < fraction * 2**64
 
 
+def split_of(digest: bytes, fraction: float | None, file_split: str) -> str:
+    """The hold-out rule: "val" if the document's hash is held out, else the split of its file.
+
+    `fraction` is None if only the files decide.
+    """
+    return "val" if fraction is not None and is_held_out(digest, fraction) else file_split
+
+
 def demo_corpus() -> Path:
     """The JSON-lines file that comes with the package (licences: NOTICE.md beside it)."""
     return Path(str(resources.files("underpar").joinpath("data", "demo", "demo.jsonl.xz")))

@@ -68,7 +68,7 @@ class ByteTokenizer:
         tokens = np.insert(self.encode(b"".join(raws)), np.cumsum(lengths) - lengths, BOS_ID)
         return Pieces(
             tokens=tokens,
-            weights=self.token_bytes[tokens],
+            source_bytes=self.token_bytes[tokens],
             counts=lengths + 1,
             changed=np.zeros(len(raws), dtype=bool),
         )

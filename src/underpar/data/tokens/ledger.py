@@ -17,12 +17,12 @@ from underpar.seams import TextTransform
 Offsets = npt.NDArray[np.int64]
 
 
-def source_bytes(
+def span_source_bytes(
     written: str, begins: Offsets, ends: Offsets, transform: TextTransform
 ) -> npt.NDArray[np.int64]:
     """Source bytes of each span [begin, end) of a transformed text, in bytes of its UTF-8."""
     bounds = np.cumsum(utf8_lengths(written))
-    credit = np.append(0, np.cumsum(transform.weights(written)))
+    credit = np.append(0, np.cumsum(transform.source_bytes(written)))
     # Code points that end at or before an offset are paid for there.
     return (
         credit[np.searchsorted(bounds, ends, side="right")]

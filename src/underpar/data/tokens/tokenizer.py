@@ -16,7 +16,7 @@ import numpy.typing as npt
 import sentencepiece
 
 from underpar.data.tokens.byte260 import ByteTokenizer
-from underpar.data.tokens.ledger import Offsets, source_bytes, surfaces
+from underpar.data.tokens.ledger import Offsets, span_source_bytes, surfaces
 from underpar.data.tokens.split import Splitter, splitter_for
 from underpar.data.tokens.words import Pieces, WordTable
 from underpar.data.transforms import IDENTITY, open_transform
@@ -67,8 +67,8 @@ class SentencePieceTokenizer:
     @cached_property
     def token_bytes(self) -> npt.NDArray[np.int32]:
         """Source bytes of each id where neither an escape nor a normalizer is at work."""
-        weights = [self.transform.weights(_to_text(piece)).sum() for piece in self._table]
-        return np.array(weights, dtype=np.int32)
+        source_bytes = [self.transform.source_bytes(_to_text(piece)).sum() for piece in self._table]
+        return np.array(source_bytes, dtype=np.int32)
 
     def encode(self, data: bytes) -> npt.NDArray[np.int32]:
         """Ids of any bytes, without BOS; `decode` gives the bytes back."""
@@ -136,8 +136,8 @@ class SentencePieceTokenizer:
         if wrong:
             self._align((begins, ends), counts, written, words, wrong)
             changed[wrong] = [not self._reads_as(ids[i], texts[i]) for i in wrong]
-        weights = source_bytes("".join(written), begins, ends, self.transform)
-        return Pieces(tokens, weights.astype(np.int32), counts, changed)
+        source_bytes = span_source_bytes("".join(written), begins, ends, self.transform)
+        return Pieces(tokens, source_bytes.astype(np.int32), counts, changed)
 
     def _model_ids(self, written: list[str], words: list[str], exact: bool) -> list[list[int]]:
         if exact and _ODD_RUN.search("".join(written)):

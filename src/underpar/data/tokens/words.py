@@ -29,7 +29,7 @@ class Pieces:
     """Tokens of several texts, one after another."""
 
     tokens: npt.NDArray[np.int32]  # (N,)
-    weights: npt.NDArray[np.int32]  # (N,) source bytes of each token
+    source_bytes: npt.NDArray[np.int32]  # (N,) source bytes of each token
     counts: npt.NDArray[np.int64]  # (T,) tokens of each text
     changed: npt.NDArray[np.bool_]  # (T,) whether the tokens decode to another text
 
@@ -82,7 +82,7 @@ class WordTable:
 
     def __init__(self, encode_words: Callable[[list[str]], Pieces]) -> None:
         self._encode_words = encode_words
-        self._tokens, self._weights = _Column(np.int32), _Column(np.int32)
+        self._tokens, self._source_bytes = _Column(np.int32), _Column(np.int32)
         self._counts, self._offsets = _Column(np.int64), _Column(np.int64)
         self._changed = _Column(np.bool_)
         self._clear()
@@ -106,7 +106,7 @@ class WordTable:
         firsts = np.cumsum([0, *num_words])[:-1]
         pieces = Pieces(
             tokens=self._tokens.values[source],
-            weights=self._weights.values[source],
+            source_bytes=self._source_bytes.values[source],
             counts=np.add.reduceat(counts, firsts),
             changed=np.logical_or.reduceat(self._changed.values[rows], firsts),
         )
@@ -116,7 +116,7 @@ class WordTable:
 
     def _clear(self) -> None:
         self._numbers = _Numbers()
-        self._tokens, self._weights = self._tokens.emptied(), self._weights.emptied()
+        self._tokens, self._source_bytes = self._tokens.emptied(), self._source_bytes.emptied()
         self._counts, self._offsets = self._counts.emptied(), self._offsets.emptied()
         self._changed = self._changed.emptied()
         bos = np.array([BOS_ID], dtype=np.int32)
@@ -136,6 +136,6 @@ class WordTable:
         offsets = np.cumsum(found.counts) - found.counts
         self._offsets.extend(offsets + len(self._tokens.values))
         self._tokens.extend(found.tokens)
-        self._weights.extend(found.weights)
+        self._source_bytes.extend(found.source_bytes)
         self._counts.extend(found.counts)
         self._changed.extend(found.changed)

@@ -37,7 +37,7 @@ class Identity:
         """The same text."""
         return text
 
-    def weights(self, text: str) -> npt.NDArray[np.int64]:
+    def source_bytes(self, text: str) -> npt.NDArray[np.int64]:
         """UTF-8 length of each code point."""
         return utf8_lengths(text)
 

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from underpar.compile.cuda_graphs import Recording, rehearse
-from underpar.compile.regions import Branches, Regions, Visits, mark_sized
+from underpar.compile.regions import DynamoBranches, DynamoRun, DynamoVisits, mark_sized
 from underpar.infer.step import StepInputs, StepOutputs, forward_step, outputs_of
 from underpar.model.gpt import GPT
 from underpar.seams import KVCache, Stream
@@ -32,9 +32,8 @@ class CompiledForward:
     """
 
     def __init__(self, vary: bool) -> None:
-        self.regions: Regions = Visits() if vary else Branches()
+        self.regions: DynamoRun = DynamoVisits() if vary else DynamoBranches()
         self._vary = vary
-        self._finish = self.regions.region(_finish)
 
     def __call__(self, model: GPT, inputs: StepInputs, cache: KVCache) -> StepOutputs:
         """The log-probabilities and the loss of a step."""
@@ -45,15 +44,15 @@ class CompiledForward:
         rest = (inputs.rows, inputs.wanted, inputs.weights)
         if self._vary:
             mark_sized(*rest)
-        stream = self.regions.read(model, inputs.tokens, cache)
-        outputs: StepOutputs = self._finish(model, stream, *rest)
+        stream = model.run_blocks(inputs.tokens, cache, self.regions)
+        outputs: StepOutputs = self.regions.end(_finish, model, stream, *rest)
         return outputs
 
 
 def _finish(
     model: GPT, stream: Stream, rows: Tensor | None, wanted: Tensor, weights: Tensor
 ) -> StepOutputs:
-    return outputs_of(model, model.finish(stream), rows, wanted, weights)
+    return outputs_of(model, model.finish(stream), rows, wanted, weights, fused=True)
 
 
 class CapturedStep:

@@ -135,7 +135,7 @@ class LaneBatch:
                 # An eager step comes first: it makes the buffers that a compiled step expects.
                 self._run(inputs, learns=False)
                 if isinstance(self._forward, CompiledForward):
-                    with self._forward.regions.hollow():
+                    with self._forward.regions.trace_only():
                         self._run(inputs)
             self._captured[width] = CapturedStep(self._run, self.lora.differentiate, inputs, pool)
         self.lora.warm_up()

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from underpar.data.loader import Segments
+from underpar.data.batch import Segments
 from underpar.model.kv_cache import ChunkCache, PackedCache
 from underpar.recipe import ModelSpec
 from underpar.score.ttt.schedule import Chunk

@@ -1,4 +1,4 @@
-"""Writes the streams that gaussian.py reads."""
+"""Encoder of integer matrices: writes the streams that matrix_decoder.py reads."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from underpar.artifact import rans, width_fit, width_tables
-from underpar.artifact.gaussian import (
+from underpar.artifact import array_encoder, width_fit, width_tables
+from underpar.artifact.matrix_decoder import (
     HEAD,
     SHIFT_FLAG,
     TRELLIS_FLAG,
     Steps,
     check_shape,
     check_transitions,
-    choose_num_lanes,
+    choose_num_coders,
     count_blocks,
     cut_block,
     group_by_columns,
 )
-from underpar.artifact.streams import Writer
+from underpar.artifact.rans_encoder import Encoder
 from underpar.artifact.width_tables import Book, Scales, expect_shifts
 from underpar.errors import ArtifactError
 from underpar.quant.trellis import LARGEST_CODE
@@ -30,9 +30,10 @@ Shifts = tuple[np.ndarray, np.ndarray]
 def encode(
     codes: np.ndarray, transitions: np.ndarray | None = None, steps: Steps = (None, None)
 ) -> bytes:
-    """The stream of codes (R, C); with `transitions` (S, 2) every row is a path of that trellis.
+    """The stream of codes (R, C).
 
-    Widths that follow log `steps` cost less.
+    With `transitions` (S, 2) every row must be a path of that trellis. Known log `steps` make the
+    stream shorter if the widths follow them.
     """
     return encode_many([codes], transitions, [steps])[0]
 
@@ -42,14 +43,14 @@ def encode_many(
     transitions: np.ndarray | None = None,
     steps: Sequence[Steps] | None = None,
     *,
-    num_lanes: int | None = None,
+    num_coders: int | None = None,
 ) -> list[bytes]:
-    """One stream for each matrix, the same as `encode` gives, in less time."""
+    """The stream of each matrix: what `encode` gives, but faster."""
     transitions = check_transitions(transitions)
     matrices = [_check_codes(codes, transitions) for codes in matrices]
     stride = 1 if transitions is None else 2
     shifts = [
-        _expect(codes, logs)
+        _expect_shifts(codes, logs)
         for codes, logs in zip(matrices, steps or [(None, None)] * len(matrices), strict=True)
     ]
     streams = [b""] * len(matrices)
@@ -60,28 +61,20 @@ def encode_many(
             book.find_symbols(matrices[i], book.find_tables(s))
             for i, s in zip(members, scales, strict=True)
         ]
-        lanes = [num_lanes or choose_num_lanes(matrices[i].shape) for i in members]
-        tails = write_codes(places, book, lanes)
-        for i, scale, found, tail in zip(members, scales, places, tails, strict=True):
-            escapes = matrices[i][book.values[found] < -LARGEST_CODE]
+        coders = [num_coders or choose_num_coders(matrices[i].shape) for i in members]
+        tails = write_codes(places, book, coders)
+        for i, scale, symbols, tail in zip(members, scales, places, tails, strict=True):
+            escapes = matrices[i][book.values[symbols] < -LARGEST_CODE]
             streams[i] = _write_head(scale, stride, shifts[i], escapes) + tail
     return streams
 
 
-def measure_bits(codes: np.ndarray, transitions: np.ndarray | None = None) -> float:
-    """About the length of the codes' stream in bits, without its header and lane states."""
-    transitions = check_transitions(transitions)
-    codes = _check_codes(codes, transitions)
-    stride = 1 if transitions is None else 2
-    return width_fit.fit(codes, stride, _expect(codes, (None, None)))[1]
-
-
-def _expect(codes: np.ndarray, steps: Steps) -> Shifts:
+def _expect_shifts(codes: np.ndarray, steps: Steps) -> Shifts:
     return expect_shifts(steps[0], codes.shape[0]), expect_shifts(steps[1], codes.shape[1])
 
 
 def _check_codes(codes: np.ndarray, transitions: np.ndarray | None) -> np.ndarray:
-    """The codes (R, C) as int16, refused unless they can be coded."""
+    """The codes (R, C) as int16; refused if they cannot be coded."""
     if codes.ndim != 2 or codes.dtype.kind not in "iu":
         raise ArtifactError(
             f"codes of shape {codes.shape} and type {codes.dtype}: expected a 2-D integer array"
@@ -102,7 +95,7 @@ def _check_codes(codes: np.ndarray, transitions: np.ndarray | None) -> np.ndarra
 
 
 def _write_head(scales: Scales, stride: int, shifts: Shifts, escapes: np.ndarray) -> bytes:
-    """All of a stream before its codes."""
+    """The part of a stream before its codes."""
     rows, columns = _write_line(scales.rows, shifts[0]), b""
     if scales.columns.any():
         columns = _write_line(scales.columns + width_tables.COLUMN_BIAS, shifts[1])
@@ -115,12 +108,14 @@ def _write_line(indices: np.ndarray, shifts: np.ndarray) -> bytes:
     spread, used = width_fit.fit_line(indices, shifts)
     moved = (indices + used) % width_tables.NUM_BUCKETS
     flag = SHIFT_FLAG if used.any() else 0
-    return bytes([spread.center + flag, spread.bucket]) + rans.encode(moved, spread.freqs())
+    return bytes([spread.center + flag, spread.bucket]) + array_encoder.encode(
+        moved, spread.freqs()
+    )
 
 
-def write_codes(places: Sequence[np.ndarray], book: Book, num_lanes: Sequence[int]) -> list[bytes]:
-    """States and words of each matrix (R, C) of places in the book; C is common."""
-    writer = Writer(num_lanes, book.freqs, book.starts)
-    for number in reversed(range(count_blocks(places, num_lanes))):
-        writer.write(cut_block(places, num_lanes, number))
-    return writer.finish()
+def write_codes(places: Sequence[np.ndarray], book: Book, num_coders: Sequence[int]) -> list[bytes]:
+    """States and words of matrices (R, C) of places in the book; all have the same C."""
+    encoder = Encoder(num_coders, book.freqs, book.starts)
+    for number in reversed(range(count_blocks(places, num_coders))):
+        encoder.write(cut_block(places, num_coders, number))
+    return encoder.finish()

@@ -11,17 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import ndtri
 
-from underpar.artifact import gaussian, gaussian_writer, rans, width_fit, width_tables
+from trellis_paths import nearest_path
+from underpar.artifact import array_decoder, matrix_decoder, matrix_encoder, width_fit, width_tables
+from underpar.artifact.frequencies import PROB_BITS, TOTAL
 from underpar.errors import ArtifactError
-from underpar.quant.trellis import LARGEST_CODE, next_state, quantize
+from underpar.quant.trellis import LARGEST_CODE, next_state
 
-TOTAL = 1 << rans.PROB_BITS
 HEAD_BYTES = 13
 SHAPES = [(1, 1), (1, 70), (70, 1), (3, 5), (40, 33), (2, 3000)]
 
 
 def draw_codes(seed: int, shape: tuple[int, int], width: float, num_far: int = 0) -> np.ndarray:
-    """Bells of uneven rows and columns, with a few integers anywhere."""
+    """Gaussians of uneven rows and columns, with a few integers anywhere."""
     rng = np.random.default_rng(seed)
     spread = rng.normal(size=(shape[0], 1)) + rng.normal(size=shape[1])
     codes = np.rint(rng.normal(size=shape) * width * np.exp(0.3 * spread))
@@ -56,7 +57,13 @@ def spread_columns(num_columns: int, spread: float) -> np.ndarray:
 
 def fit(codes: np.ndarray, stride: int) -> tuple[width_tables.Scales, float]:
     """The coder's scales for codes whose log steps are not known."""
-    return width_fit.fit(codes, stride, gaussian_writer._expect(codes, (None, None)))
+    shifts = np.zeros(codes.shape[0], dtype=np.int64), np.zeros(codes.shape[1], dtype=np.int64)
+    return width_fit.fit(codes, stride, shifts)
+
+
+def measure_bits(codes: np.ndarray, transitions: np.ndarray | None = None) -> float:
+    """About the length of the codes' stream in bits, without its header and its coders' states."""
+    return fit(codes.astype(np.int16), 1 if transitions is None else 2)[1]
 
 
 def look_up(codes: np.ndarray, stride: int) -> tuple[width_tables.Book, np.ndarray, np.ndarray]:
@@ -68,13 +75,15 @@ def look_up(codes: np.ndarray, stride: int) -> tuple[width_tables.Book, np.ndarr
 
 
 def bits_per_code(codes: np.ndarray) -> float:
-    return 8 * len(gaussian_writer.encode(codes)) / codes.size
+    return 8 * len(matrix_encoder.encode(codes)) / codes.size
 
 
 trellises = st.sampled_from([None, *map(next_state, (1, 4, 8, 16, 64))])
 cases = st.builds(
     lambda seed, shape, width, far, trellis: (
-        walk_trellis(draw_codes(seed, shape, width, far), gaussian.check_transitions(trellis)),
+        walk_trellis(
+            draw_codes(seed, shape, width, far), matrix_decoder.check_transitions(trellis)
+        ),
         trellis,
     ),
     seed=st.integers(0, 2**32 - 1),
@@ -89,11 +98,11 @@ cases = st.builds(
 @given(cases)
 def test_round_trip(case: tuple[np.ndarray, np.ndarray | None]) -> None:
     codes, trellis = case
-    data = gaussian_writer.encode(codes, trellis)
-    decoded = gaussian.decode(data, codes.shape, trellis)
+    data = matrix_encoder.encode(codes, trellis)
+    decoded = matrix_decoder.decode(data, codes.shape, trellis)
     assert decoded.dtype == np.int16
     assert np.array_equal(decoded, codes)
-    assert gaussian_writer.encode(codes.astype(np.int64), trellis) == data
+    assert matrix_encoder.encode(codes.astype(np.int64), trellis) == data
 
 
 @pytest.mark.parametrize("num_states", [1, 8])
@@ -101,37 +110,39 @@ def test_round_trip(case: tuple[np.ndarray, np.ndarray | None]) -> None:
 @pytest.mark.parametrize("value", [0, 2, -6, 300, LARGEST_CODE])
 def test_constant_matrices(shape: tuple[int, int], value: int, num_states: int) -> None:
     codes = walk_trellis(np.full(shape, value), next_state(num_states) if num_states > 1 else None)
-    data = gaussian_writer.encode(codes, next_state(num_states))
-    assert np.array_equal(gaussian.decode(data, shape, next_state(num_states)), codes)
+    data = matrix_encoder.encode(codes, next_state(num_states))
+    assert np.array_equal(matrix_decoder.decode(data, shape, next_state(num_states)), codes)
     if value == 0:
         # An even state always leads to another one if all codes are 0.
-        states_bytes = 4 * gaussian.choose_num_lanes(shape)
+        states_bytes = 4 * matrix_decoder.choose_num_coders(shape)
         assert len(data) <= HEAD_BYTES + 6 + codes.size / 8000 + states_bytes + 4
 
 
 def test_zero_rows_and_columns_cost_little() -> None:
     codes = draw_codes(3, (512, 128), 2.5)
-    bits = gaussian_writer.measure_bits(codes)
+    bits = measure_bits(codes)
     codes[100:200] = 0
     codes[:, 30:60] = 0
-    assert gaussian_writer.measure_bits(codes) < 0.65 * bits
-    assert np.array_equal(gaussian.decode(gaussian_writer.encode(codes), codes.shape), codes)
+    assert measure_bits(codes) < 0.65 * bits
+    assert np.array_equal(matrix_decoder.decode(matrix_encoder.encode(codes), codes.shape), codes)
 
 
 @pytest.mark.parametrize("num_states", [1, 4, 64])
-@pytest.mark.parametrize("num_lanes", [1, 2, 7, 50, 90])
-def test_any_lane_count_gives_the_same_codes(num_lanes: int, num_states: int) -> None:
-    transitions = gaussian.check_transitions(next_state(num_states))
+@pytest.mark.parametrize("num_coders", [1, 2, 7, 50, 90])
+def test_any_coder_count_gives_the_same_codes(num_coders: int, num_states: int) -> None:
+    transitions = matrix_decoder.check_transitions(next_state(num_states))
     codes = walk_trellis(draw_codes(4, (50, 40), 3.0), transitions)
-    (data,) = gaussian_writer.encode_many([codes], transitions, num_lanes=num_lanes)
-    (decoded,) = gaussian.decode_many([data], [codes.shape], transitions, num_lanes=num_lanes)
+    (data,) = matrix_encoder.encode_many([codes], transitions, num_coders=num_coders)
+    (decoded,) = matrix_decoder.decode_many(
+        [data], [codes.shape], transitions, num_coders=num_coders
+    )
     assert np.array_equal(decoded, codes)
-    (single,) = gaussian_writer.encode_many([codes], transitions, num_lanes=1)
-    assert len(data) <= len(single) + 4 * num_lanes
+    (single,) = matrix_encoder.encode_many([codes], transitions, num_coders=1)
+    assert len(data) <= len(single) + 4 * num_coders
 
 
 @pytest.mark.parametrize(
-    ("shape", "num_lanes"),
+    ("shape", "num_coders"),
     [
         ((1, 1), 1),
         ((8, 512), 2),
@@ -142,27 +153,27 @@ def test_any_lane_count_gives_the_same_codes(num_lanes: int, num_states: int) ->
         ((3, 1 << 20), 3),
     ],
 )
-def test_lane_count_follows_the_shape(shape: tuple[int, int], num_lanes: int) -> None:
-    assert gaussian.choose_num_lanes(shape) == num_lanes
+def test_coder_count_follows_the_shape(shape: tuple[int, int], num_coders: int) -> None:
+    assert matrix_decoder.choose_num_coders(shape) == num_coders
 
 
 @pytest.mark.parametrize("num_states", [1, 8])
 def test_many_matrices_give_the_streams_of_each(num_states: int) -> None:
-    transitions = gaussian.check_transitions(next_state(num_states))
+    transitions = matrix_decoder.check_transitions(next_state(num_states))
     shapes = [(40, 100), (90, 70), (7, 100), (1, 70), (200, 100), (3, 3)]
     matrices = [
         walk_trellis(draw_codes(i, shape, 0.5 + 2 * i, i), transitions)
         for i, shape in enumerate(shapes)
     ]
-    streams = gaussian_writer.encode_many(matrices, transitions)
-    assert streams == [gaussian_writer.encode(codes, transitions) for codes in matrices]
-    decoded = gaussian.decode_many(streams, shapes, transitions)
+    streams = matrix_encoder.encode_many(matrices, transitions)
+    assert streams == [matrix_encoder.encode(codes, transitions) for codes in matrices]
+    decoded = matrix_decoder.decode_many(streams, shapes, transitions)
     assert all(np.array_equal(a, b) for a, b in zip(decoded, matrices, strict=True))
-    assert gaussian_writer.encode_many([]) == gaussian.decode_many([], []) == []
+    assert matrix_encoder.encode_many([]) == matrix_decoder.decode_many([], []) == []
     for damaged in range(len(shapes)):
         cut = [s[:-2] if i == damaged else s for i, s in enumerate(streams)]
         with pytest.raises(ArtifactError):
-            gaussian.decode_many(cut, shapes, transitions)
+            matrix_decoder.decode_many(cut, shapes, transitions)
 
 
 @pytest.mark.parametrize("num_states", [1, 8])
@@ -173,37 +184,39 @@ def test_log_steps_shorten_the_scales(num_states: int) -> None:
     )
     widths = 2.0 ** (-(rows[:, None] + columns) / 16) * 0.2
     codes = np.rint(rng.standard_normal(widths.shape) * widths).astype(np.int32)
-    transitions = gaussian.check_transitions(next_state(num_states))
+    transitions = matrix_decoder.check_transitions(next_state(num_states))
     codes = walk_trellis(codes, transitions)
-    plain = gaussian_writer.encode(codes, transitions)
-    data = gaussian_writer.encode(codes, transitions, (rows, columns))
+    plain = matrix_encoder.encode(codes, transitions)
+    data = matrix_encoder.encode(codes, transitions, (rows, columns))
     # About four bits each without, and not one with them.
     assert len(plain) - len(data) >= 0.35 * codes.shape[0] + 0.35 * codes.shape[1]
-    assert np.array_equal(gaussian.decode(data, codes.shape, transitions, (rows, columns)), codes)
+    assert np.array_equal(
+        matrix_decoder.decode(data, codes.shape, transitions, (rows, columns)), codes
+    )
     assert max(data[HEAD_BYTES], plain[HEAD_BYTES]) >= 128 > plain[HEAD_BYTES]
     with pytest.raises(ArtifactError):
-        gaussian.decode(data, codes.shape, transitions)
+        matrix_decoder.decode(data, codes.shape, transitions)
     with pytest.raises(ArtifactError):
-        gaussian.decode(data, codes.shape, transitions, (rows[::-1].copy(), columns))
+        matrix_decoder.decode(data, codes.shape, transitions, (rows[::-1].copy(), columns))
 
 
 def test_log_steps_that_say_nothing_cost_nothing() -> None:
     codes = draw_codes(12, (300, 64), 2.5)
     steps = np.random.default_rng(12).integers(-200, 200, size=300).astype(np.int16)
-    plain = gaussian_writer.encode(codes)
-    assert gaussian_writer.encode(codes, None, (steps, None)) == plain
-    assert np.array_equal(gaussian.decode(plain, codes.shape, None, (steps, None)), codes)
+    plain = matrix_encoder.encode(codes)
+    assert matrix_encoder.encode(codes, None, (steps, None)) == plain
+    assert np.array_equal(matrix_decoder.decode(plain, codes.shape, None, (steps, None)), codes)
 
 
 def test_stream_layout() -> None:
     codes = np.array([[0, 1], [400, 0]])
     scales, _ = fit(codes, 1)
-    data = gaussian_writer.encode(codes)
+    data = matrix_encoder.encode(codes)
     exponent, row_bytes, column_bytes, num_escapes = struct.unpack_from("<BIII", data)
     assert (exponent, column_bytes) == (scales.exponent, 0)
     spread = width_tables.Spread(*data[HEAD_BYTES : HEAD_BYTES + 2])
     rows = data[HEAD_BYTES + 2 : HEAD_BYTES + row_bytes]
-    assert np.array_equal(rans.decode(rows, spread.freqs(), 2), scales.rows)
+    assert np.array_equal(array_decoder.decode(rows, spread.freqs(), 2), scales.rows)
     escapes = data[HEAD_BYTES + row_bytes :][: 2 * num_escapes]
     assert escapes in (b"", struct.pack("<h", 400))
     assert len(data) >= HEAD_BYTES + row_bytes + 2 * num_escapes + 4
@@ -223,24 +236,24 @@ def test_uneven_columns_cost() -> None:
 
 @pytest.mark.parametrize(("width", "num_states"), [(0.3, 1), (2.4, 1), (40.0, 1), (4.4, 8)])
 def test_length_is_that_of_its_tables(width: float, num_states: int) -> None:
-    transitions = gaussian.check_transitions(next_state(num_states))
+    transitions = matrix_decoder.check_transitions(next_state(num_states))
     codes = walk_trellis(draw_codes(5, (1024, 512), width), transitions)
     book, _, places = look_up(codes, 1 if transitions is None else 2)
-    data = gaussian_writer.encode(codes, transitions)
+    data = matrix_encoder.encode(codes, transitions)
     _, row_bytes, column_bytes, num_escapes = struct.unpack_from("<BIII", data)
-    ideal_bits = np.sum(rans.PROB_BITS - np.log2(book.freqs[places]))
+    ideal_bits = np.sum(PROB_BITS - np.log2(book.freqs[places]))
     code_bytes = len(data) - HEAD_BYTES - row_bytes - column_bytes - 2 * num_escapes
-    lane_bytes = 4 * gaussian.choose_num_lanes(codes.shape)
-    assert code_bytes <= ideal_bits / 8 * 1.001 + lane_bytes * (width < 1)
-    measured_bytes = gaussian_writer.measure_bits(codes, transitions) / 8
-    assert abs(len(data) - lane_bytes - measured_bytes) <= 1e-3 * measured_bytes
+    coder_bytes = 4 * matrix_decoder.choose_num_coders(codes.shape)
+    assert code_bytes <= ideal_bits / 8 * 1.001 + coder_bytes * (width < 1)
+    measured_bytes = measure_bits(codes, transitions) / 8
+    assert abs(len(data) - coder_bytes - measured_bytes) <= 1e-3 * measured_bytes
 
 
 def test_rival_coders() -> None:
     constriction = pytest.importorskip("constriction")
     codes = draw_gaussian((1024, 512), 0.371, spread_columns(512, 0.2))
     book, tables, places = look_up(codes, 1)
-    ideal_bits = np.sum(rans.PROB_BITS - np.log2(book.freqs[places]))
+    ideal_bits = np.sum(PROB_BITS - np.log2(book.freqs[places]))
     coder = constriction.stream.stack.AnsCoder()
     for number in np.unique(tables):
         mine = places[tables == number]
@@ -252,7 +265,7 @@ def test_rival_coders() -> None:
         coder.encode_reverse((mine - first).astype(np.int32), model)
     assert abs(coder.num_valid_bits() - ideal_bits) <= 5e-4 * ideal_bits
 
-    data = gaussian_writer.encode(codes)
+    data = matrix_encoder.encode(codes)
     rivals = [codes.astype(np.int8).tobytes(), codes.T.astype(np.int8).tobytes()]
     assert all(len(data) <= len(lzma.compress(raw, preset=9)) for raw in rivals)
 
@@ -261,32 +274,32 @@ def test_never_longer_than_brotli() -> None:
     brotli = pytest.importorskip("brotli")
     codes = draw_gaussian((1024, 512), 0.371, spread_columns(512, 0.2))
     raw = codes.T.astype(np.int8).tobytes()
-    assert len(gaussian_writer.encode(codes)) <= len(brotli.compress(raw, quality=11))
+    assert len(matrix_encoder.encode(codes)) <= len(brotli.compress(raw, quality=11))
 
 
 @pytest.mark.parametrize("num_states", [4, 64])
 def test_trellis_costs_the_entropy_given_parity(num_states: int) -> None:
     samples = torch.randn((256, 256), generator=torch.Generator().manual_seed(0)) / 0.234
-    codes = quantize(samples, num_states).numpy()
+    codes = nearest_path(samples, num_states).numpy()
     entropy_bits = 0.0
     for parity in range(2):
         _, counts = np.unique(codes[codes & 1 == parity], return_counts=True)
         entropy_bits += np.sum(counts * np.log2(counts.sum() / counts))
-    assert gaussian_writer.measure_bits(codes, next_state(num_states)) <= 1.002 * entropy_bits
+    assert measure_bits(codes, next_state(num_states)) <= 1.002 * entropy_bits
 
 
 def recode(data: bytes, codes: np.ndarray, transitions: np.ndarray | None) -> bytes:
     """The stream of the codes with the scales of a given one."""
     stride = 1 if transitions is None else 2
-    num_lanes = gaussian.choose_num_lanes(codes.shape)
-    parts = gaussian._split(data, num_lanes, stride)
-    (scales,) = gaussian._read_scales([parts], [codes.shape], [(None, None)])
+    num_coders = matrix_decoder.choose_num_coders(codes.shape)
+    parts = matrix_decoder.split_stream(data, num_coders, stride)
+    (scales,) = matrix_decoder.read_scales([parts], [codes.shape], [(None, None)])
     book = width_tables.Book([scales], stride)
     places = book.find_symbols(codes, book.find_tables(scales))
     escapes = codes[book.values[places] < -LARGEST_CODE]
     assert np.array_equal(escapes, parts.escapes)
     before = data[: len(data) - len(parts.codes)]
-    return before + gaussian_writer.write_codes([places], book, [num_lanes])[0]
+    return before + matrix_encoder.write_codes([places], book, [num_coders])[0]
 
 
 @settings(deadline=None, max_examples=60)
@@ -295,15 +308,15 @@ def test_damaged_stream_is_refused_or_is_exact(
     case: tuple[np.ndarray, np.ndarray | None], place: int
 ) -> None:
     codes, trellis = case
-    transitions = gaussian.check_transitions(trellis)
-    data = gaussian_writer.encode(codes, transitions)
+    transitions = matrix_decoder.check_transitions(trellis)
+    data = matrix_encoder.encode(codes, transitions)
     for wrong in (data[: place % len(data)], data + b"\0", data + b"\0\0"):
         with pytest.raises(ArtifactError):
-            gaussian.decode(wrong, codes.shape, transitions)
+            matrix_decoder.decode(wrong, codes.shape, transitions)
     damaged = bytearray(data)
     damaged[place // 8 % len(data)] ^= 1 << place % 8
     try:
-        decoded = gaussian.decode(bytes(damaged), codes.shape, transitions)
+        decoded = matrix_decoder.decode(bytes(damaged), codes.shape, transitions)
     except ArtifactError:
         return
     assert recode(bytes(damaged), decoded, transitions) == damaged
@@ -311,12 +324,12 @@ def test_damaged_stream_is_refused_or_is_exact(
 
 def test_flipped_bits_are_noticed() -> None:
     codes = draw_codes(6, (32, 32), 2.5).clip(-8, 8)
-    data = gaussian_writer.encode(codes)
+    data = matrix_encoder.encode(codes)
     for bit in np.random.default_rng(7).choice(8 * len(data), size=50, replace=False):
         damaged = bytearray(data)
         damaged[bit // 8] ^= 1 << bit % 8
         with pytest.raises(ArtifactError):
-            gaussian.decode(bytes(damaged), codes.shape)
+            matrix_decoder.decode(bytes(damaged), codes.shape)
 
 
 @settings(deadline=None, max_examples=150)
@@ -335,9 +348,9 @@ def test_foreign_bytes_are_refused_or_are_an_exact_stream(
     trellis: np.ndarray | None,
 ) -> None:
     data = struct.pack("<BIII", kind, *sizes) + tail
-    transitions = gaussian.check_transitions(trellis)
+    transitions = matrix_decoder.check_transitions(trellis)
     try:
-        decoded = gaussian.decode(data, shape, transitions)
+        decoded = matrix_decoder.decode(data, shape, transitions)
     except ArtifactError:
         return
     assert recode(data, decoded, transitions) == data
@@ -345,13 +358,13 @@ def test_foreign_bytes_are_refused_or_are_an_exact_stream(
 
 def test_other_shape_or_trellis_is_refused() -> None:
     codes = walk_trellis(draw_codes(8, (64, 64), 5.0), next_state(8))
-    data = gaussian_writer.encode(codes, next_state(8))
+    data = matrix_encoder.encode(codes, next_state(8))
     for shape in [(64, 63), (63, 64), (65, 64), (32, 128), (4096, 1), (1, 4096)]:
         with pytest.raises(ArtifactError):
-            gaussian.decode(data, shape, next_state(8))
+            matrix_decoder.decode(data, shape, next_state(8))
     for other in (None, next_state(4), next_state(64)):
         with pytest.raises(ArtifactError):
-            gaussian.decode(data, (64, 64), other)
+            matrix_decoder.decode(data, (64, 64), other)
 
 
 @pytest.mark.parametrize(
@@ -374,7 +387,7 @@ def test_hostile_sizes_are_refused_before_memory_is_taken(
     data = struct.pack("<BIII", 0, *sizes) + bytes([40, 10, 0, 0, 1, 0]) * 4
     tracemalloc.start()
     with pytest.raises(ArtifactError):
-        gaussian.decode(data, shape)
+        matrix_decoder.decode(data, shape)
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak_bytes < 1 << 20
@@ -383,13 +396,13 @@ def test_hostile_sizes_are_refused_before_memory_is_taken(
 def test_escape_that_its_table_holds_is_refused() -> None:
     codes = draw_codes(9, (16, 16), 2.0)
     codes[3, 4] = 1000
-    data = gaussian_writer.encode(codes)
+    data = matrix_encoder.encode(codes)
     at = data.index(struct.pack("<h", 1000))
     for value in (1, 0, LARGEST_CODE + 1, -(1 << 15)):
         with pytest.raises(ArtifactError, match="escape"):
-            gaussian.decode(data[:at] + struct.pack("<h", value) + data[at + 2 :], (16, 16))
+            matrix_decoder.decode(data[:at] + struct.pack("<h", value) + data[at + 2 :], (16, 16))
     other = data[:at] + struct.pack("<h", -999) + data[at + 2 :]
-    assert gaussian.decode(other, (16, 16))[3, 4] == -999
+    assert matrix_decoder.decode(other, (16, 16))[3, 4] == -999
 
 
 @pytest.mark.parametrize(
@@ -406,9 +419,9 @@ def test_escape_that_its_table_holds_is_refused() -> None:
 def test_codes_that_cannot_be_coded_are_refused(codes: np.ndarray, message: str | None) -> None:
     if message:
         with pytest.raises(ArtifactError, match=message):
-            gaussian_writer.encode(codes)
+            matrix_encoder.encode(codes)
     with pytest.raises(ArtifactError, match=message or "trellis in column 1"):
-        gaussian_writer.encode(codes, next_state(4))
+        matrix_encoder.encode(codes, next_state(4))
 
 
 @pytest.mark.parametrize(
@@ -416,19 +429,19 @@ def test_codes_that_cannot_be_coded_are_refused(codes: np.ndarray, message: str 
 )
 def test_transitions_that_are_no_machine_are_refused(transitions: np.ndarray) -> None:
     with pytest.raises(ArtifactError, match="transitions"):
-        gaussian_writer.encode(np.zeros((2, 2), dtype=int), transitions)
+        matrix_encoder.encode(np.zeros((2, 2), dtype=int), transitions)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_states", [1, 8])
 @pytest.mark.parametrize("width", [0.1, 0.6, 2.4, 30.0, 150.0])
 def test_ten_million_codes(width: float, num_states: int) -> None:
-    transitions = gaussian.check_transitions(next_state(num_states))
+    transitions = matrix_decoder.check_transitions(next_state(num_states))
     shape = (5000, 2000)
     codes = walk_trellis(draw_codes(10, shape, width, 1000), transitions)
-    data = gaussian_writer.encode(codes, transitions)
-    assert np.array_equal(gaussian.decode(data, shape, transitions), codes)
+    data = matrix_encoder.encode(codes, transitions)
+    assert np.array_equal(matrix_decoder.decode(data, shape, transitions), codes)
     # These walks are far from random where codes are small, and rANS states with them.
     slack = 1.001 if transitions is None else 1.005
-    measured_bytes = gaussian_writer.measure_bits(codes, transitions) / 8
-    assert len(data) <= slack * measured_bytes + 4 * gaussian.choose_num_lanes(shape) + 30
+    measured_bytes = measure_bits(codes, transitions) / 8
+    assert len(data) <= slack * measured_bytes + 4 * matrix_decoder.choose_num_coders(shape) + 30

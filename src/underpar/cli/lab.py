@@ -1,0 +1,372 @@
+"""Commands of the lab: bench, speed, ablate, doctor, and `underpar lab` with its tools."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from underpar.cli.console import OUT, open_progress, show_json, show_pairs, show_table
+from underpar.cli.options import (
+    LAB,
+    ArtifactPath,
+    Attention,
+    Compiled,
+    DataPath,
+    Device,
+    Json,
+    RecipeName,
+    RunPath,
+    Set,
+    app,
+    choose_attention,
+    load_checked,
+    takes_words,
+)
+
+lab_app = typer.Typer(
+    help="Measurements behind the claims: parity, quantization, scoring, attention, seeds.",
+    no_args_is_help=True,
+)
+app.add_typer(lab_app, name="lab", rich_help_panel=LAB)
+
+OutFolder = Annotated[Path, typer.Option(help="Folder for the results; a second run continues.")]
+
+
+@app.command(rich_help_panel=LAB)
+def bench(
+    name: Annotated[str, typer.Argument(help="A benchmark, or 'list'.")] = "list",
+    quads: Annotated[int, typer.Option(help="Rounds of A B B A; an even number.")] = 12,
+    block_seconds: Annotated[float, typer.Option(help="Shortest timed block, in seconds.")] = 2.0,
+    warmup_seconds: Annotated[
+        float, typer.Option(help="Seconds of warm-up with both variants in turn.")
+    ] = 30.0,
+    input_: Annotated[
+        Path | None, typer.Option("--input", help="Corpus for data benchmarks; default: demo.")
+    ] = None,
+    device: Device = "auto",
+    json: Json = False,
+) -> None:
+    """Time two variants of one job, interleaved, with a control that can refuse the result.
+
+    \b
+    underpar bench                       a list of all
+    underpar bench coder
+    underpar bench attention --device cuda
+    underpar bench data --input texts.jsonl
+
+    The control times a variant against itself. If it shows a difference, there is no result.
+    """
+    from underpar.core.runtime import open_runtime
+    from underpar.lab.bench import run_bench
+    from underpar.lab.benches import describe_benches, find_bench
+
+    if name == "list":
+        docs = describe_benches()
+        show_json(docs) if json else show_table("benchmarks", ("name", "what"), docs.items())
+        return
+    chosen = find_bench(name, open_runtime(device), input_)
+    result = run_bench(chosen, quads, block_seconds, warmup_seconds, open_progress(json))
+    if json:
+        show_json(result.as_dict())
+        return
+    OUT.print(f"{result.what}\n{result.label_b} against {result.label_a}: {result.verdict}")
+    OUT.print(result.reason)
+    if result.verdict != "refused":
+        low, high = result.ratio_interval.low, result.ratio_interval.high
+        OUT.print(f"time ratio {result.ratio:.4f}, 95 % interval {low:.4f} to {high:.4f}")
+
+
+@app.command(rich_help_panel=LAB)
+def speed(
+    recipe: RecipeName,
+    steps: Annotated[
+        int, typer.Option(help="Steps after the warm-up; half of them with the loop on.")
+    ] = 50,
+    set_: Set = None,
+    device: Device = "auto",
+    attention: Attention = "auto",
+    compiled: Compiled = None,
+    json: Json = False,
+) -> None:
+    """Take training steps on made-up documents: tokens per second, memory, compiled graphs.
+
+    \b
+    underpar speed h200-300s
+    underpar speed pr2014+cpu --steps 4 --device cpu
+    underpar speed pr2014 --attention flash --no-compile
+
+    A compilation after the warm-up, or a graph break, is an error.
+    """
+    from underpar.core.runtime import open_runtime
+    from underpar.lab.steps import measure_recipe
+
+    resolved = load_checked(recipe, set_)
+    runtime = open_runtime(device, compiled)
+    choose_attention(attention, runtime)
+    measured = measure_recipe(resolved, runtime, steps, open_progress(json))
+    if json:
+        show_json(asdict(measured))
+        return
+    rows = [(p.visits, p.steps, p.step_ms, round(p.tokens_per_second)) for p in measured.phases]
+    show_table(recipe, ("visits#", "steps#", "ms per step#", "tokens/s#"), rows)
+    OUT.print(
+        f"attention {measured.attention}, {measured.num_graphs} graphs compiled in "
+        f"{measured.warmup_seconds:.1f} s of warm-up, peak {measured.memory_bytes / 1e9:.1f} GB"
+    )
+
+
+@app.command(rich_help_panel=LAB)
+def ablate(
+    recipe: RecipeName,
+    data: DataPath,
+    out: Annotated[Path, typer.Option(help="Folder for all runs and the result.")],
+    lever: Annotated[
+        list[str] | None,
+        typer.Option(help="Leave out this lever, may be repeated; default: each of the model."),
+    ] = None,
+    seeds: Annotated[
+        int, typer.Option(help="Runs of the whole recipe; their spread is the noise.")
+    ] = 4,
+    tokens: Annotated[int, typer.Option(help="Tokens that every run trains on.")] = 60_000_000,
+    jobs: Annotated[
+        int, typer.Option(help="Runs at a time: while one compiles, another trains.")
+    ] = 2,
+    known: Annotated[
+        Path | None, typer.Option(help="An ablation.json whose runs need not be made again.")
+    ] = None,
+    set_: Set = None,
+    device: Device = "auto",
+    json: Json = False,
+) -> None:
+    """Train a recipe with several seeds, and once without each lever: what is each worth?
+
+    \b
+    underpar ablate pr2014 --data data --out runs/worth
+    underpar ablate pr2014 --data data --out runs/two --lever smear --lever xsa
+    underpar ablate pr2014 --data data --out runs/more --known runs/two/ablation.json
+    underpar ablate pr2014+cpu --data tiny --out runs/tiny --tokens 60000
+
+    All runs train on the same number of tokens, whatever the recipe's budget. Levers that do
+    nothing without another lever are left out with it. The loop, and levers that need it, are
+    compared with a run whose loop is on from the first step. The result is OUT/ablation.json and
+    OUT/ablation.md. The same command continues what was stopped. Exit code 2 if a run failed.
+    """
+    from underpar.lab import ablate as lab
+    from underpar.lab.lever_docs import ablation_rows
+
+    request = lab.Request(recipe, tuple(set_ or ()), tuple(lever or ()), seeds, tokens)
+    progress = open_progress(json)
+    result, failed = lab.run_ablation(request, data, out, device, jobs, known, progress)
+    if json:
+        show_json(result)
+    else:
+        columns, rows = ablation_rows(result)
+        show_table(f"{recipe} without one lever", columns, rows)
+    raise typer.Exit(2 if failed else 0)
+
+
+@app.command(rich_help_panel=LAB)
+def doctor(device: Device = "auto", json: Json = False) -> None:
+    """What this machine can do: versions, device, attention backends, two speeds.
+
+    \b
+    underpar doctor
+    underpar doctor --device cpu --json
+    """
+    from underpar.core.runtime import open_runtime
+    from underpar.stages.doctor import diagnose
+
+    facts = diagnose(open_runtime(device))
+    if json:
+        show_json(facts)
+        return
+    flat: dict[str, object] = {}
+    for key, value in facts.items():
+        inner = value if isinstance(value, dict) else {"": value}
+        flat |= {f"{key} {name}".strip(): v for name, v in inner.items()}
+    show_pairs("this machine", flat)
+
+
+@lab_app.command("parity")
+def lab_parity(
+    recipe: RecipeName,
+    data: DataPath,
+    out: OutFolder,
+    set_: Set = None,
+    steps: Annotated[
+        int, typer.Option(help="Steps per run; losses of the last quarter are compared.")
+    ] = 200,
+    batch_tokens: Annotated[int, typer.Option(help="Tokens per step; a multiple of 4.")] = 98_304,
+    device: Device = "cuda",
+    json: Json = False,
+) -> None:
+    """Does training with compiler and kernels match simple code? Three runs of one seed.
+
+    \b
+    underpar lab parity pr2014 --data data --out runs/parity
+    underpar lab parity baseline+cpu --data tiny --out parity --device cpu --steps 8
+
+    'fast' trains as a GPU does by default, 'plain' without compiler and fast attention, 'split' as
+    'plain' with smaller micro-batches, which shows the effect of rounding alone. Fast passes if it
+    is as near to plain as split is. The result is OUT/parity.json. Exit code 1 if it fails.
+    """
+    from underpar.lab.parity import Request, run_parity
+
+    request = Request(recipe, data, out, tuple(set_ or ()), steps, batch_tokens, device)
+    result = run_parity(request, open_progress(json))
+    if json:
+        show_json(result)
+    else:
+        rows = [
+            (
+                name,
+                run["micro_batches"],
+                run["compiled"],
+                run["attention"],
+                f"{run['loss_nats']:.5f}",
+            )
+            for name, run in result["runs"].items()
+        ]
+        columns = ("run", "micro-batches#", "compiled", "attention", "loss, nats per token#")
+        show_table(f"{recipe}: {result['verdict']}", columns, rows)
+        OUT.print(
+            f"fast - plain {result['fast_minus_plain_nats']:+.5f}, "
+            f"plain - split {result['plain_minus_split_nats']:+.5f} nats per token"
+        )
+    raise typer.Exit(0 if result["verdict"] == "pass" else 1)
+
+
+@lab_app.command("quant-curves")
+def lab_quant_curves(
+    run: RunPath,
+    data: DataPath,
+    out: OutFolder,
+    sizes: Annotated[
+        int,
+        typer.Option(
+            help="Points per curve, 2 to 8: steps of the published width times 1, 1.25, 0.8, 1.6..."
+        ),
+    ] = 4,
+    documents: Annotated[
+        int, typer.Option(help="Price this many held-out documents, the first ones; 0: all.")
+    ] = 1000,
+    tune_steps: Annotated[
+        int,
+        typer.Option(help="Steps of tuning the control tensors of curve (f), a batch per step."),
+    ] = 30,
+    zpaq: Annotated[
+        Path | None,
+        typer.Option(
+            help="Program for curve (b) that compresses its standard input; default: lrzip or zpaq."
+        ),
+    ] = None,
+    device: Device = "auto",
+    json: Json = False,
+) -> None:
+    """What rounding costs at what size: the published ways to store weights against ours.
+
+    \b
+    underpar lab quant-curves runs/mine --data data --out curves
+    underpar lab quant-curves runs/mine --data data --out curves --sizes 2 --documents 100
+
+    \b
+    a   int6 matrices and int7 embedding, GPTQ, symbols through lzma
+    b   the same by groups through lrzip or zpaq, with low-rank corrections (PR 2014)
+    c   the symbols of a with our coder
+    d   steps chosen by what errors cost; d+ by column too
+    e   with a trellis; e+ by column too
+    f   e+ with weighted corrections and tuned control tensors
+
+    OUT gets quant_curves.json, .md and .svg. A run without a calibration gets one.
+    """
+    from underpar.lab.quant_curves import Request, measure, write_results
+
+    request = Request(run, data, out, sizes, documents, tune_steps, zpaq, device)
+    record = measure(request, open_progress(json))
+    table = write_results(record, out)
+    show_json(record) if json else typer.echo(table)
+
+
+@lab_app.command("scoring-table", cls=takes_words("--rows"))
+def lab_scoring_table(
+    artifact: ArtifactPath,
+    data: DataPath,
+    out: OutFolder,
+    rows: Annotated[
+        list[int] | None,
+        typer.Option(help="Numbers of rows, up to the next option; default: all, 0 is plain."),
+    ] = None,
+    documents: Annotated[
+        int, typer.Option(help="Score this many held-out documents, the first ones; 0: all.")
+    ] = 0,
+    device: Device = "auto",
+    no_probes: Annotated[
+        bool, typer.Option("--no-probes", help="Leave the verdicts to another run with this OUT.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """What each way to score gains and costs: one artifact, one text, one machine, a table.
+
+    \b
+    underpar lab scoring-table runs/mine/model.upar --data data --out table
+    underpar lab scoring-table runs/mine/model.upar --data data --out table --rows 0 1 12
+
+    Each row is 'underpar score' with other options: plain, sliding windows, adapters, n-gram tilt.
+    The last column says whether later tokens or lengths change a price. OUT gets scoring.json and
+    scoring.md.
+    """
+    from underpar.lab.scoring_table import Request, measure, to_markdown
+
+    request = Request(artifact, data, out, tuple(rows or ()), documents, device, not no_probes)
+    record = measure(request, open_progress(json))
+    show_json(record) if json else typer.echo(to_markdown(record))
+
+
+@lab_app.command("attention-table")
+def lab_attention_table(device: Device = "auto", json: Json = False) -> None:
+    """Milliseconds of each attention backend on real shapes, by context and window.
+
+    \b
+    underpar lab attention-table
+    underpar lab attention-table --json
+
+    98,304 tokens in bf16 on a GPU. On a CPU few tokens, which only shows that it works.
+    """
+    from underpar.core.runtime import open_runtime
+    from underpar.kernels.attention import available
+    from underpar.lab.attention_table import measure_rows
+
+    runtime = open_runtime(device)
+    backends = available(runtime.device, runtime.dtype)
+    rows = list(measure_rows(runtime))
+    if json:
+        show_json({"backends": backends, "rows": [asdict(row) for row in rows]})
+        return
+    show_pairs("backends", backends)
+    columns = ("backend", "pieces", "context#", "window#", "forward, ms#", "with backward, ms#")
+    show_table("attention", columns, [tuple(asdict(row).values()) for row in rows])
+
+
+@lab_app.command("seeds")
+def lab_seeds(
+    out: Annotated[Path, typer.Argument(metavar="OUT.md", help="The Markdown file to write.")],
+    runs: Annotated[
+        list[Path], typer.Argument(help="Runs of one recipe that differ in train.seed.")
+    ],
+    json: Json = False,
+) -> None:
+    """A Markdown section and a chart about runs of one recipe that differ in their seed.
+
+    \b
+    underpar lab seeds docs/results.md runs/seed-1 runs/seed-2 runs/seed-3
+
+    A row per seed, mean and standard deviation, speeds; the chart is OUT.svg beside it.
+    """
+    from underpar.core.run_folder import RunFolder
+    from underpar.lab.seeds import write_results
+
+    chart = write_results(out, [RunFolder(run) for run in runs])
+    show_json({"section": str(out), "chart": str(chart)}) if json else typer.echo(f"{out}\n{chart}")

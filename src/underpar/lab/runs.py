@@ -1,0 +1,99 @@
+"""Training runs as processes of their own: start several at a time, read what they left.
+
+Each run is `underpar train` in a folder of its own, with its output in a log file in that folder.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from underpar.core.run_folder import RunFolder
+
+LOG = "train.log"
+# What a result depends on beside the recipe. People may add a remark by hand.
+CONDITIONS = ("data_identity", "train_tokens", "device", "versions", "remark")
+# How often running processes are asked whether they have ended.
+POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: its folder's name, the changes to the recipe, the hash of the changed recipe."""
+
+    name: str
+    overrides: tuple[str, ...]
+    recipe_hash: str
+    options: tuple[str, ...] = ()
+    """More options of `underpar train`."""
+
+
+Launch = Callable[[Job], "subprocess.Popen[bytes]"]
+"""Starts a run."""
+
+
+def launcher(recipe: str, data: Path, out: Path, device: str) -> Launch:
+    """A function that starts `underpar train` for a job, in the job's folder below `out`."""
+
+    def start(job: Job) -> subprocess.Popen[bytes]:
+        folder = out / job.name
+        folder.mkdir(parents=True, exist_ok=True)
+        words = [sys.executable, "-m", "underpar", "train", recipe, "--data", str(data)]
+        words += ["--out", str(folder), "--device", device, *job.options]
+        words += [word for override in job.overrides for word in ("--set", override)]
+        with (folder / LOG).open("ab") as log:
+            return subprocess.Popen(
+                words, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+            )
+
+    return start
+
+
+def run_jobs(
+    jobs: Sequence[Job], launch: Launch, num_at_once: int, on_end: Callable[[Job, int], None]
+) -> None:
+    """Run jobs in their order, `num_at_once` at a time; `on_end` gets each job's exit code.
+
+    An error or a signal ends the runs that are still going. They can be continued later.
+    """
+    waiting, running = deque(jobs), dict[Job, "subprocess.Popen[bytes]"]()
+    # Without a handler, SIGTERM would end this process and leave its runs on the device.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        while waiting or running:
+            while waiting and len(running) < num_at_once:
+                job = waiting.popleft()
+                running[job] = launch(job)
+            ended = {job: process.poll() for job, process in running.items()}
+            for job, code in ended.items():
+                if code is not None:
+                    del running[job]
+                    on_end(job, code)
+            if all(code is None for code in ended.values()):
+                time.sleep(POLL_SECONDS)
+    finally:
+        for process in running.values():
+            process.terminate()
+        for process in running.values():
+            process.wait()
+        signal.signal(signal.SIGTERM, before)
+
+
+def read_tail(folder: Path, num_lines: int = 8) -> str:
+    """The last lines of a run's log."""
+    path = folder / LOG
+    text = path.read_text(errors="replace") if path.exists() else ""
+    return "\n".join(text.splitlines()[-num_lines:])
+
+
+def read_conditions(folder: RunFolder) -> dict[str, Any]:
+    """The data, device and versions that a run was made with."""
+    about = folder.read_json(folder.about_file)
+    return {key: about.get(key) for key in CONDITIONS}

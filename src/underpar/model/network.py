@@ -1,0 +1,117 @@
+"""What training, scoring and compiling know of a network, and how its forward pass is run.
+
+A network embeds tokens into a stream, takes the stream through the visits of its plan, and reads
+logits from what comes out. `GPT` is one; another one is a subclass of `Network` beside it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from underpar.schema import ModelSpec
+from underpar.seams import KVCache, Stream, Visit
+
+
+class Eager:
+    """Runs each part of a forward pass as it is written; a compiler overrides what it compiles."""
+
+    fused = False
+    """Whether the head and the loss use the formulas made for compilers (`kernels/capped.py`)."""
+
+    def embed(self, network: Network, tokens: Tensor, cache: KVCache) -> Stream:
+        """The stream that the first block reads. Every forward pass begins here."""
+        return network.embed(tokens, cache)
+
+    def before_block(self, network: Network, visit: Visit, stream: Stream) -> None:
+        """Apply what levers do to the stream before a visit."""
+        network.before_block(visit, stream)
+
+    def block(self, network: Network, visit: Visit, stream: Stream) -> None:
+        """Take the stream through a block, and apply what levers do after it."""
+        network.run_block(visit, stream, self)
+
+    def attention(self, block: Any, x: Tensor, visit: Visit, stream: Stream) -> Tensor:
+        """What the attention branch of a block adds (N, dim), reading x (N, dim)."""
+        y: Tensor = block.attend(x, visit, stream)
+        return y
+
+    def mlp(self, block: Any, x: Tensor, visit: Visit) -> Tensor:
+        """What the MLP branch of a block adds (N, dim), reading x (N, dim)."""
+        y: Tensor = block.mlp_branch(x, visit)
+        return y
+
+    def end(
+        self, function: Callable[..., Any], network: Network, stream: Stream, *rest: Any
+    ) -> Any:
+        """What a function makes of the stream after the last block, such as a loss."""
+        return function(network, stream, *rest)
+
+
+EAGER = Eager()
+
+
+class Network(nn.Module, ABC):
+    """Tokens to logits. Shapes: N tokens, V vocabulary."""
+
+    spec: ModelSpec
+    plan: tuple[Visit, ...]
+    """The visits of one forward pass, in order."""
+
+    @abstractmethod
+    def set_progress(self, p: float) -> None:
+        """Say how far training is, from 0 to 1; the plan may change."""
+
+    @abstractmethod
+    def embed(self, tokens: Tensor, cache: KVCache) -> Stream:
+        """The stream that the first block reads, from tokens (N,) that continue the cache."""
+
+    @abstractmethod
+    def before_block(self, visit: Visit, stream: Stream) -> None:
+        """Prepare the stream for a visit."""
+
+    @abstractmethod
+    def run_block(self, visit: Visit, stream: Stream, run: Eager = EAGER) -> None:
+        """Take the stream through one visit."""
+
+    @abstractmethod
+    def run_blocks(self, tokens: Tensor, cache: KVCache, run: Eager = EAGER) -> Stream:
+        """The stream after the last block: the one loop over the plan. `run` runs each part."""
+
+    @abstractmethod
+    def finish(self, stream: Stream) -> Tensor:
+        """What the head reads (N, dim), from the stream after the last block."""
+
+    @abstractmethod
+    def head(self, x: Tensor, fused: bool = False) -> Tensor:
+        """Logits (N, V) of hidden states (N, dim); each row is computed on its own.
+
+        `fused`: with the formulas made for compilers, which round differently.
+        """
+
+    def hidden(self, tokens: Tensor, cache: KVCache) -> Tensor:
+        """What the head reads (N, dim), after each of tokens (N,)."""
+        return self.finish(self.run_blocks(tokens, cache))
+
+    def forward(self, tokens: Tensor, cache: KVCache) -> Tensor:
+        """Logits (N, V) after each of tokens (N,), which continue what `cache` holds."""
+        return self.head(self.hidden(tokens, cache))
+
+
+@contextmanager
+def as_scored(network: Network) -> Iterator[None]:
+    """Inside, modes and plan are those of scoring; afterwards they are what they were."""
+    modes, plan = [(module, module.training) for module in network.modules()], network.plan
+    network.eval()
+    network.set_progress(1.0)
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        # The plan alone: set_progress is called again before another plan is made.
+        network.plan = plan

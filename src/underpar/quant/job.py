@@ -1,0 +1,94 @@
+"""A quantization job: the weights of one model, and everything that decides how they are rounded.
+
+Only the constant of the grids is open (`quant.allocate`). `QuantJob.round` takes it, and is called
+again with other constants until the packed file fits its cap (`artifact.fit`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from underpar.quant import awq, lqer
+from underpar.quant.allocate import Layout, RateCurve, rate_curve, sensitivities
+from underpar.quant.files import Measured
+from underpar.quant.logsteps import to_index
+from underpar.quant.rules import match_rules, quantize_model
+from underpar.quant.schemes import QuantizedModel, Scheme
+from underpar.quant.solve import Solver
+from underpar.schema import QuantPart
+
+
+@dataclass(frozen=True, eq=False)
+class QuantJob:
+    """Weights by name, the [quant] section of the recipe, and the calibration of the weights.
+
+    `measured` and `solver` are None if no scheme needs a calibration.
+    """
+
+    weights: Mapping[str, np.ndarray]
+    part: QuantPart
+    measured: Measured | None = None
+    solver: Solver | None = None
+
+    @cached_property
+    def schemes(self) -> dict[str, Scheme]:
+        """How each tensor is stored."""
+        return match_rules(list(self.weights), self.part.rules)
+
+    @cached_property
+    def grids(self) -> dict[str, np.ndarray]:
+        """The matrices whose steps follow the constant."""
+        return {name: self.weights[name] for name, s in self.schemes.items() if s.states}
+
+    def round(self, constant: float) -> QuantizedModel:
+        """All tensors rounded, grids with this constant, and the low-rank corrections added."""
+        solve = replace(self.solver, constant=constant).solve if self.solver else None
+        tensors = quantize_model(self.weights, self.part.rules, solve)
+        if self.solver is None:
+            return tensors
+        return lqer.correct(
+            tensors,
+            self.weights,
+            self.solver.calibration,
+            self.solver.sensitivity,
+            lqer.settings_of(self.part),
+            self.solver.device,
+        )
+
+    def rate_curve(self) -> RateCurve:
+        """The predicted bits of the grids as a function of the constant."""
+        assert self.solver is not None
+        layouts = {
+            name: Layout(columns=self.schemes[name].columns, num_states=self.schemes[name].states)
+            for name in self.grids
+        }
+        return rate_curve(self.grids, self.solver.sensitivity, layouts)
+
+    def activations(self) -> dict[str, int]:
+        """Matrix -> log step of its largest input, as far as inputs were calibrated."""
+        largest = self.measured.calibration.largest if self.measured else {}
+        return {name: int(to_index(np.array(value))) for name, value in largest.items()}
+
+
+def open_job(
+    weights: Mapping[str, np.ndarray],
+    part: QuantPart,
+    measured: Measured | None,
+    device: torch.device,
+) -> QuantJob:
+    """The job of rounding `weights` by `part`, with their calibration if a scheme needs one."""
+    if measured is None:
+        return QuantJob(weights, part)
+    costs = sensitivities(measured.calibration, measured.fisher)
+    schemes = match_rules(list(weights), part.rules)
+    matrices = [name for name, scheme in schemes.items() if scheme.bits and scheme.columns]
+    protected = awq.choose(
+        weights, measured.calibration, matrices, part.awq_groups, part.awq_group_columns
+    )
+    solver = Solver(measured.calibration, costs, 1.0, device, protected=protected)
+    return QuantJob(weights, part, measured, solver)

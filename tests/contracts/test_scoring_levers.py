@@ -1,0 +1,160 @@
+"""What every lever of stage "infer" must do: predict before learning, in an order a decoder has."""
+
+from collections.abc import Callable
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lever_stacks import ALL, CPU, randomized
+from underpar.artifact.unpack import Artifact
+from underpar.audit import order
+from underpar.build.levers import plug_levers, resolve_levers
+from underpar.build.scoring import ScoringRequest, mixture_of, open_method, run_method
+from underpar.core.runtime import Clock, Runtime
+from underpar.data.shards import Shard
+from underpar.levers import lever_module
+from underpar.quant.rounding import round_tensor
+from underpar.quant.schemes import parse_scheme
+from underpar.recipe import Recipe, load_recipe
+from underpar.score.ledger import Score
+from underpar.score.method import Method
+from underpar.score.partial import Partial, Stopped
+
+SCORING = [name for name in ALL if lever_module(name).STAGE == "infer"]
+
+CONTEXT, VOCAB = 16, 64
+SIZES = {"vocab_size": VOCAB, "dim": 32, "num_heads": 2, "num_kv_heads": 1, "mlp_dim": 32}
+SIZES |= {"num_layers": 2, "context": CONTEXT}
+PLAIN = load_recipe("cpu", [f"model.{key}={value}" for key, value in SIZES.items()])
+# Several units of pricing and chunks of learning for so little text.
+PLAIN = replace(PLAIN, score=replace(PLAIN.score, batch_tokens=60, adapt_tokens=20))
+
+# Settings that act on so little text, where the defaults would not.
+SMALL: dict[str, dict[str, Any]] = {
+    "lora_ttt": {"rank": 3, "chunk": 6, "short": ("12:4",), "lanes": 2, "lr": 0.01},
+    "phased_sgd": {"prefix": 0.4, "lr": 0.1, "chunk_tokens": 16},
+    "token_calibration": {"scales": (0.9,) * 7, "biases": (0.1, 0.0, 0.2, 0.0, 0.0, 0.0, 0.0)},
+    "tilt": {"order": 3, "min_confidence": 0.4},
+    "match": {"lengths": (1, 2)},
+    "counts": {"orders": (2, 3), "min_count": 1, "min_confidence": 0.0},
+}
+
+
+def shard_of(*lengths: int) -> Shard:
+    """Documents of few words, which often come again."""
+    rng = np.random.default_rng(0)
+    num = len(lengths)
+    return Shard(
+        tokens=np.concatenate([np.append(1, rng.integers(4, 8, n - 1)) for n in lengths]),
+        starts=np.cumsum(np.array(lengths)) - np.array(lengths),
+        doc_bytes=np.full(num, 50),
+        doc_hashes=np.zeros((num, 32), dtype=np.uint8),
+        flags=np.zeros(num, dtype=np.uint8),
+    )
+
+
+# Documents longer than the context too; after the last one there is no target.
+LENGTHS = (34, 20, 47, 9, 30)
+NUM_TARGETS = (*LENGTHS[:-1], LENGTHS[-1] - 1)
+SHARD = shard_of(*LENGTHS)
+# Documents that leave room for a chunk in the context, so that all methods read the same windows.
+WHOLE = shard_of(12, 9, 11, 10, 7)
+
+
+def neutral(name: str) -> dict[str, Any]:
+    """Settings with which the lever does nothing: NEUTRAL, or rates of 0, or else its defaults."""
+    module: Any = lever_module(name)
+    if hasattr(module, "NEUTRAL"):
+        return asdict(module.NEUTRAL)
+    rates = {f.name: 0.0 for f in fields(module.Settings) if f.name in ("lr", "cap_lr")}
+    return small(name) | rates if rates else {}
+
+
+def small(name: str) -> dict[str, Any]:
+    return SMALL.get(name, {})
+
+
+def recipe_with(name: str, settings: Callable[[str], dict[str, Any]] = small) -> Recipe:
+    """The recipe with the lever, and with per-document adapters if the lever goes with them."""
+    recipe = resolve_levers(replace(PLAIN, levers={name: settings(name)}))
+    if hasattr(plug_levers(recipe, "infer")[name], "boundaries"):
+        recipe = replace(PLAIN, levers={n: settings(n) for n in ("lora_ttt", name)})
+    return resolve_levers(recipe)
+
+
+def artifact_of(recipe: Recipe) -> Artifact:
+    half = parse_scheme("fp16")
+    weights = randomized(recipe).state_dict()
+    return Artifact(recipe, b"", {n: round_tensor(w.numpy(), half) for n, w in weights.items()})
+
+
+def run(recipe: Recipe, shard: Shard = SHARD, **way: Any) -> tuple[Score, list[order.Commit]]:
+    """The score with all scoring levers of the recipe, and its prices in the order of entry."""
+    method, opened = open_method(recipe, Method(tuple(plug_levers(recipe, "infer"))))
+    commits: list[order.Commit] = []
+    settled = {"runtime": Runtime(CPU), "on_commit": lambda *new: commits.append(new)} | way
+    return run_method(artifact_of(opened), shard, ScoringRequest(method, **settled)), commits
+
+
+def nats_of(commits: list[order.Commit]) -> np.ndarray:
+    """Prices in the order of the text, whatever the order of entry."""
+    return np.concatenate([nats for _, _, nats in sorted(commits, key=lambda c: c[:2])])
+
+
+@pytest.mark.parametrize("name", SCORING)
+def test_a_price_depends_on_nothing_that_comes_later(name: str) -> None:
+    recipe = recipe_with(name)
+    score, _ = run(recipe)
+
+    def trace(shard: Shard) -> list[order.Commit]:
+        return run(recipe, shard)[1]
+
+    assert order.wrong_events(score, NUM_TARGETS) == 0
+    assert order.later_tokens_matter(trace, SHARD, VOCAB) == 0
+    # A decoder learns how long a document is at its end.
+    assert order.later_lengths_matter(trace, SHARD) == 0
+    assert order.own_targets_matter(mixture_of(score, recipe), SHARD.tokens[1:], VOCAB) == 0
+
+
+@pytest.mark.parametrize("name", SCORING)
+def test_a_scoring_lever_changes_prices(name: str) -> None:
+    """Otherwise prices that stay would show nothing."""
+    ours, plain = (nats_of(run(recipe)[1]) for recipe in (recipe_with(name), PLAIN))
+    assert np.abs(ours - plain).max() > 10 * order.TOLERANCE
+
+
+@pytest.mark.parametrize("name", SCORING)
+def test_neutral_settings_price_as_the_plain_score_does(name: str) -> None:
+    ours, plain = (nats_of(run(r, WHOLE)[1]) for r in (recipe_with(name, neutral), PLAIN))
+    np.testing.assert_allclose(ours, plain, rtol=0, atol=order.TOLERANCE)
+
+
+@pytest.mark.parametrize("name", SCORING)
+def test_a_stopped_score_continues_to_the_same_bits(name: str, tmp_path: Path) -> None:
+    recipe = recipe_with(name)
+    whole, _ = run(recipe)
+    runtime = Runtime(CPU)
+
+    def start(num_steps: float) -> Score:
+        steps = iter(range(1, 1000))
+        clock = Clock("load")
+        partial = Partial(
+            tmp_path / "score",
+            {"of": name},
+            runtime,
+            clock,
+            lambda: next(steps) > num_steps,
+            lambda line: None,
+        )
+        return run(recipe, runtime=runtime, clock=clock, partial=partial)[0]
+
+    with pytest.raises(Stopped):
+        start(num_steps=1)
+    ours, theirs = (
+        {key: value for key, value in score.as_dict().items() if key != "seconds"}
+        for score in (start(num_steps=float("inf")), whole)
+    )
+    assert ours == theirs
