@@ -84,9 +84,9 @@ def distribution_errors(predictor: Predictor, document: np.ndarray) -> tuple[flo
     batch, _ = pack_documents([document], int(document[0]), predictor.context)
     log_probs = predictor.log_probs(batch).double()
     sums = log_probs.exp().sum(dim=-1)
-    own = -log_probs.gather(1, batch.targets.to(log_probs.device)[:, None])[:, 0]
+    nats = -log_probs.gather(1, batch.targets.to(log_probs.device)[:, None])[:, 0]
     prices = predictor.nll(batch).double()
-    return float((sums - 1).abs().max()), float((own - prices).abs().max())
+    return float((sums - 1).abs().max()), float((nats - prices).abs().max())
 
 
 def first_documents(shard: Shard, number: int) -> Shard:

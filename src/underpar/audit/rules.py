@@ -85,9 +85,9 @@ def coverage(case: Case) -> Finding:
     expected = num_targets_of(case.data.val).tolist()
     wrong = {}
     for method, score in case.scores.items():
-        found = [(e.document, e.num_targets) for e in score.entries]
-        if found != list(enumerate(expected)):
-            wrong[method] = len(set(found) ^ set(enumerate(expected)))
+        priced = [(e.document, e.num_targets) for e in score.entries]
+        if priced != list(enumerate(expected)):
+            wrong[method] = len(set(priced) ^ set(enumerate(expected)))
     return judge(
         "coverage",
         not wrong,
@@ -236,7 +236,7 @@ def decodable_order(case: Case) -> Finding:
     return judge(
         "order",
         not bad,
-        f"{sum(changed.values())} prices changed when documents ended earlier behind them{said}",
+        f"{sum(changed.values())} prices changed when documents ended earlier after them{said}",
         changed_prices=changed,
         orders={m: score.order for m, score in scores.items()},
     )

@@ -75,7 +75,7 @@ class LoraSettings:
 
 
 @dataclass(frozen=True)
-class _Layout:
+class Layout:
     """Columns of the buffers: all A, then all B."""
 
     width: int
@@ -106,14 +106,14 @@ class _Layout:
         }
 
 
-def _layout_of(model: GPT, settings: LoraSettings) -> _Layout:
+def _layout_of(model: GPT, settings: LoraSettings) -> Layout:
     spec = model.spec
     keys: list[AdapterKey] = [
         (site, visit.slot) for visit in model.plan for site in settings.sites if site != "head"
     ]
     keys += [("head", None)] if "head" in settings.sites else []
     outs = {key: _channels(spec)[key[0]] for key in keys}
-    return _Layout(spec.dim, settings.rank, outs)
+    return Layout(spec.dim, settings.rank, outs)
 
 
 def _channels(spec: ModelSpec) -> dict[str, int]:

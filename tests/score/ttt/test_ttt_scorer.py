@@ -27,7 +27,7 @@ from lane_runs import (
 )
 from lever_stacks import randomized
 from underpar.core.runtime import Clock
-from underpar.data.loader import pack_documents
+from underpar.data.batch import pack_documents
 from underpar.infer.experts import Ints, Proposals
 from underpar.infer.ngram import CountExpert, Gate, MatchExpert
 from underpar.infer.strengths import make_strength
