@@ -1,23 +1,24 @@
 """A tiny model, a few random documents, and one scoring of them by lanes, for tests of these."""
 
+import itertools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import pytest
 
 from lever_stacks import CPU, randomized
 from underpar.core.runtime import Clock, Runtime
 from underpar.data.shards import Shard
+from underpar.infer.lora import SITES
 from underpar.infer.predictor import Predictor
 from underpar.infer.tilt import Mixture
-from underpar.levers.lora_ttt import SITES, Settings
+from underpar.levers.lora_ttt import Settings
 from underpar.model.gpt import GPT
 from underpar.recipe import load_recipe
 from underpar.score.ledger import Score
 from underpar.score.method import PUBLISHED, Method
-from underpar.score.ttt import scorer as documents
 from underpar.score.ttt.scorer import DocumentScorer
 
 CONTEXT, VOCAB = 16, 64
@@ -60,7 +61,7 @@ LONG = 6
 
 @dataclass
 class Run:
-    """One scoring: what it runs on, what was entered, and the score."""
+    """One score: its inputs, the prices that were entered, and the result."""
 
     shard: Shard = SHARD
     settings: Settings = SETTINGS
@@ -70,6 +71,7 @@ class Run:
     runtime: Runtime = ALONE
     model: GPT = field(default_factory=lambda: randomized(RICH))
     partial: Any = None
+    now: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
         self.predictor = Predictor(self.model, self.runtime.device, [])
@@ -78,12 +80,20 @@ class Run:
 
     def go(self) -> "Run":
         """Score the shard."""
-        engine = DocumentScorer(
-            self.predictor, self.shard, self.runtime, self.clock, self.mixture, self.phases
+        scorer = DocumentScorer(
+            self.predictor,
+            self.shard,
+            self.runtime,
+            self.clock,
+            self.settings,
+            self.method,
+            self.mixture,
+            self.phases,
+            on_commit=lambda *commit: self.commits.append(commit),
+            partial=self.partial,
+            now=self.now,
         )
-        engine.on_commit = lambda *commit: self.commits.append(commit)
-        engine.partial = self.partial
-        self.score: Score = engine.run(self.method, self.settings)
+        self.score: Score = scorer.run()
         return self
 
     def nats(self, document: int) -> np.ndarray:
@@ -119,16 +129,12 @@ def without(shard: Shard, *documents: int) -> Shard:
     return _of_texts([shard.doc(i) for i in range(shard.num_documents) if i not in documents])
 
 
-def stop_after(monkeypatch: pytest.MonkeyPatch, num_steps: int) -> Method:
-    """A method whose time is up after so many steps."""
+def ticks() -> Callable[[], float]:
+    """A clock whose every reading is one second later: 1, 2, ..."""
+    return map(float, itertools.count(1)).__next__
 
-    class Ticks:
-        now = 0.0
 
-        def monotonic(self) -> float:
-            self.now += 1.0
-            return self.now
-
-    monkeypatch.setattr(documents, "time", Ticks())
-    # The clock ticks at the start, and before each step.
-    return Method(seconds=num_steps + 0.5)
+def stop_after(num_steps: int, order: str = STREAM.order) -> dict[str, Any]:
+    """Arguments of a run whose time is over after so many steps."""
+    # The clock is read at the start, and before each step.
+    return {"method": Method(order=order, seconds=num_steps + 0.5), "now": ticks()}

@@ -12,7 +12,6 @@ from torch import Tensor
 from lane_runs import Run
 from lever_stacks import CPU
 from underpar.core.runtime import Runtime
-from underpar.score.ttt import scorer as documents
 
 
 class Ranks:
@@ -21,8 +20,10 @@ class Ranks:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.barrier = threading.Barrier(2, timeout=60)
         self.sent: list[Any] = [None, None]
-        monkeypatch.setattr(documents, "gather_objects", self.gather)
-        monkeypatch.setattr(documents, "from_main", lambda value, r: self.gather(value, r)[0])
+        for module in ("score.ttt.scorer", "score.partial"):
+            monkeypatch.setattr(f"underpar.{module}.gather_objects", self.gather)
+        for module in ("score.method", "score.partial"):
+            monkeypatch.setattr(f"underpar.{module}.from_main", self.from_main)
         monkeypatch.setattr("underpar.infer.sgd.sum_over_ranks", self.add)
 
     def gather(self, value: Any, runtime: Runtime) -> list[Any]:
@@ -33,6 +34,9 @@ class Ranks:
         values = list(self.sent)
         self.barrier.wait()
         return values
+
+    def from_main(self, value: float, runtime: Runtime) -> float:
+        return float(self.gather(value, runtime)[0])
 
     def add(self, tensors: list[Tensor], runtime: Runtime) -> None:
         shares = self.gather([t.clone() for t in tensors], runtime)

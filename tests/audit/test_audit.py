@@ -14,11 +14,11 @@ from tiny import TinyRun
 from underpar.audit import rules
 from underpar.audit.case import Case
 from underpar.audit.finding import FAIL, NOT_SHOWN, PASS, Finding
-from underpar.audit.probes import head_of
+from underpar.audit.probes import first_documents
 from underpar.build.artifact import build_tokenizer, read_artifact
 from underpar.build.levers import plug_levers
 from underpar.build.model import build_predictor
-from underpar.build.scoring import Way, mixture_of, open_method, run_method
+from underpar.build.scoring import ScoringRequest, mixture_of, open_method, run_method
 from underpar.codec.stream import Codec
 from underpar.core.run_folder import RunFolder
 from underpar.core.runtime import Runtime
@@ -248,9 +248,9 @@ def scored_with(tiny_run: TinyRun, case: Case, method: Method) -> Case:
     changes = ["levers.lora_ttt={rank=4, lanes=2, lr=0.01}", "levers.tilt={order=2}"]
     levers = [change for change in changes if change.split("=")[0][7:] in method.levers]
     method, recipe = open_method(artifact.recipe, method, levers)
-    val = head_of(case.data.val, 4)
-    way = Way(method, case.runtime)
-    score = run_method(dataclasses.replace(artifact, recipe=recipe), val, way)
+    val = first_documents(case.data.val, 4)
+    request = ScoringRequest(method, case.runtime)
+    score = run_method(dataclasses.replace(artifact, recipe=recipe), val, request)
     data = dataclasses.replace(case.data, val=val)
     return dataclasses.replace(case, data=data, scores={score.method: score})
 

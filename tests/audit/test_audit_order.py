@@ -2,18 +2,19 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import count, pairwise
-from types import SimpleNamespace
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from lane_runs import ticks
 from lever_stacks import randomized
-from underpar import build
 from underpar.artifact.unpack import Artifact
 from underpar.audit import order
-from underpar.build.scoring import Way, mixture_of, open_method, run_method
+from underpar.build.levers import resolve_levers
+from underpar.build.scoring import ScoringRequest, mixture_of, open_method, run_method
 from underpar.core.runtime import Runtime
 from underpar.data.batch import Batch
 from underpar.data.shards import Shard
@@ -23,13 +24,11 @@ from underpar.infer.predictor import Predictor
 from underpar.quant.rounding import round_tensor
 from underpar.quant.schemes import parse_scheme
 from underpar.recipe import load_recipe
-from underpar.score import scorer as score_module
 from underpar.score.ledger import Score
 from underpar.score.method import PUBLISHED, Method
-from underpar.score.ttt import scorer as documents
-from underpar.score.ttt.lanes import Hints, Team
-from underpar.score.ttt.reading import Again, KeptLanes
-from underpar.score.ttt.schedule import Turn, published_window
+from underpar.score.ttt.lanes import Hints, LaneBatch
+from underpar.score.ttt.reading import KeptLanes, Reread
+from underpar.score.ttt.schedule import Chunk, published_window
 
 CONTEXT, VOCAB = 16, 64
 SIZES = {"vocab_size": VOCAB, "dim": 32, "num_heads": 2, "num_kv_heads": 1, "mlp_dim": 32}
@@ -91,13 +90,16 @@ def artifact() -> Artifact:
     return Artifact(RECIPE, b"", tensors)
 
 
-def run(artifact: Artifact, case: Case, shard: Shard = SHARD) -> tuple[Score, list[order.Commit]]:
-    """The score, and all that was entered, in order; several units and chunks make it up."""
+def run(
+    artifact: Artifact, case: Case, shard: Shard = SHARD, **options: Any
+) -> tuple[Score, list[order.Commit]]:
+    """The score, of several units or steps, and the prices in the order they were entered."""
     part = replace(RECIPE.score, batch_tokens=60, adapt_tokens=20)
     method, recipe = open_method(replace(RECIPE, score=part), *case)
     commits: list[order.Commit] = []
-    way = Way(method, Runtime(torch.device("cpu")), on_commit=lambda *new: commits.append(new))
-    return run_method(replace(artifact, recipe=recipe), shard, way), commits
+    options["on_commit"] = lambda *commit: commits.append(commit)
+    request = ScoringRequest(method, Runtime(torch.device("cpu")), **options)
+    return run_method(replace(artifact, recipe=recipe), shard, request), commits
 
 
 def tracer(artifact: Artifact, case: Case) -> order.Trace:
@@ -164,23 +166,23 @@ class LearnsFirst(Predictor):
 def test_a_stream_that_adapts_before_pricing_is_caught(
     artifact: Artifact, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "Predictor", LearnsFirst)
+    monkeypatch.setattr("underpar.build.model.Predictor", LearnsFirst)
     assert tokens_matter(artifact, SCALES) > 0
 
 
 def test_lanes_that_adapt_before_pricing_are_caught(
     artifact: Artifact, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest = Team.price
+    honest = LaneBatch.price
 
     def learn_first(
-        self: Team, turns: list[Turn], hints: Hints, adapted: bool = True
+        self: LaneBatch, chunks: list[Chunk], hints: Hints, adapted: bool = True
     ) -> dict[int, np.ndarray]:
-        honest(self, turns, hints, adapted)
-        self.learn(turns)
-        return honest(self, turns, hints, adapted)
+        honest(self, chunks, hints, adapted)
+        self.learn(chunks)
+        return honest(self, chunks, hints, adapted)
 
-    monkeypatch.setattr(Team, "price", learn_first)
+    monkeypatch.setattr(LaneBatch, "price", learn_first)
     assert tokens_matter(artifact, FRESH) > 0
 
 
@@ -219,27 +221,27 @@ def test_an_expert_that_reads_documents_ahead_is_caught(
 def test_windows_that_know_where_a_document_ends_are_caught(
     artifact: Artifact, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(documents, "fresh_window", published_window)
+    monkeypatch.setattr("underpar.score.ttt.scorer.fresh_window", published_window)
     assert lengths_matter(artifact, FRESH) > 0
 
 
 def test_caches_that_know_where_a_document_ends_are_caught(
     artifact: Artifact, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest = KeptLanes.again
+    honest = KeptLanes.reread
 
-    def again(self: KeptLanes, turns: list[Turn]) -> Again | None:
-        self._size_of = {turn.first: turn.count for turn in turns}.__getitem__
-        return honest(self, turns)
+    def reread(self: KeptLanes, chunks: list[Chunk]) -> Reread | None:
+        self.size_of = {chunk.first: chunk.count for chunk in chunks}.__getitem__
+        return honest(self, chunks)
 
-    monkeypatch.setattr(KeptLanes, "again", again)
+    monkeypatch.setattr(KeptLanes, "reread", reread)
     # A size for which one of the cuts is where a short chunk has room and a whole one has none.
     lora = "levers.lora_ttt={rank=3, lanes=1, chunk=9, short=[]}"
     assert lengths_matter(artifact, (KEPT[0], (lora,))) > 0
 
 
 def test_so_little_text_has_lanes_that_go_on_and_chunks_of_all_sizes() -> None:
-    recipe = build.resolve_levers(load_recipe("cpu", ["levers.lora_ttt={lanes=64}"]))
+    recipe = resolve_levers(load_recipe("cpu", ["levers.lora_ttt={lanes=64}"]))
     for num_documents, lanes in ((5, 2), (24, 8), (600, 64)):
         shard = make_shard([3] * num_documents)
         found = order.for_probes(recipe, shard)
@@ -283,14 +285,9 @@ def test_windows_over_documents_may_share_one_and_leave_none_out(artifact: Artif
 
 
 @pytest.mark.parametrize("case", [SCALES, KEPT], ids=lambda case: case[0].label)
-def test_learning_after_time_was_up_is_caught(
-    artifact: Artifact, case: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ticks = count()
-    for module in (documents, score_module):
-        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
+def test_learning_after_time_was_up_is_caught(artifact: Artifact, case: Case) -> None:
     method, changes = case
-    score, _ = run(artifact, (replace(method, seconds=1), changes))
+    score, _ = run(artifact, (replace(method, seconds=1), changes), now=ticks())
     learnt = [event for event in score.events if event[0] == "adapt"]
     assert score.stopped_at == len(learnt) == 1
     assert order.wrong_events(score, NUM_TARGETS) == 0

@@ -12,7 +12,7 @@ from lane_runs import CONTEXT, MODEL, NUM_TARGETS, SHARD
 from lever_stacks import randomized
 from underpar.artifact.unpack import Artifact
 from underpar.build.levers import lever_settings
-from underpar.build.scoring import Way, method_of, open_method, run_method
+from underpar.build.scoring import ScoringRequest, method_of, open_method, run_method
 from underpar.core.runtime import Runtime
 from underpar.errors import RecipeError, RuleError, UnderparError
 from underpar.quant.schemes import QuantizedTensor, Scheme
@@ -39,8 +39,8 @@ def artifact() -> Artifact:
 
 def score_of(artifact: Artifact, method: Method, *changes: str) -> Score:
     opened, recipe = open_method(artifact.recipe, method, changes)
-    way = Way(opened, Runtime(torch.device("cpu")))
-    return run_method(replace(artifact, recipe=recipe), SHARD, way)
+    request = ScoringRequest(opened, Runtime(torch.device("cpu")))
+    return run_method(replace(artifact, recipe=recipe), SHARD, request)
 
 
 def test_levers_have_the_settings_of_the_recipe_or_their_defaults() -> None:
@@ -101,9 +101,9 @@ def test_what_does_not_go_together_is_refused_in_one_line(
 
 
 def test_a_stored_method_is_checked_again(artifact: Artifact) -> None:
-    way = Way(replace(LANES, stride=8), Runtime(torch.device("cpu")))
+    request = ScoringRequest(replace(LANES, stride=8), Runtime(torch.device("cpu")))
     with pytest.raises(RuleError, match="windows of its own"):
-        run_method(artifact, SHARD, way)
+        run_method(artifact, SHARD, request)
 
 
 def test_documents_and_the_stream_have_their_engines(artifact: Artifact) -> None:
@@ -142,7 +142,7 @@ def test_a_score_says_how_to_repeat_it(
     found, recipe = method_of(stored, artifact.recipe)
     assert (found, recipe) == open_method(RECIPE, method, changes)
     again = run_method(
-        replace(artifact, recipe=recipe), SHARD, Way(found, Runtime(torch.device("cpu")))
+        replace(artifact, recipe=recipe), SHARD, ScoringRequest(found, Runtime(torch.device("cpu")))
     )
     assert again.entries == score.entries and again.how == score.how
     assert again.entries != score_of(artifact, method).entries
@@ -162,13 +162,13 @@ def test_a_score_that_does_not_say_how_is_refused() -> None:
 def test_shares_and_prices_are_heard_of(artifact: Artifact) -> None:
     shares, commits = [], []
     method, recipe = open_method(RECIPE, LANES, SMALL)
-    way = Way(
+    request = ScoringRequest(
         method,
         Runtime(torch.device("cpu")),
         on_share=lambda share, bpb: shares.append((share, bpb)),
         on_commit=lambda document, first, nats: commits.append(len(nats)),
     )
-    score = run_method(replace(artifact, recipe=recipe), SHARD, way)
+    score = run_method(replace(artifact, recipe=recipe), SHARD, request)
     assert sum(commits) == score.num_targets == sum(NUM_TARGETS)
     assert [share for share, _ in shares] == sorted(share for share, _ in shares)
     assert shares[-1][0] == 1.0 and shares[-1][1] == pytest.approx(score.bpb)

@@ -12,7 +12,7 @@ from lever_stacks import ALL, CPU, randomized
 from underpar.artifact.unpack import Artifact
 from underpar.audit import order
 from underpar.build.levers import plug_levers, resolve_levers
-from underpar.build.scoring import Way, mixture_of, open_method, run_method
+from underpar.build.scoring import ScoringRequest, mixture_of, open_method, run_method
 from underpar.core.runtime import Clock, Runtime
 from underpar.data.shards import Shard
 from underpar.levers import lever_module
@@ -96,7 +96,7 @@ def run(recipe: Recipe, shard: Shard = SHARD, **way: Any) -> tuple[Score, list[o
     method, opened = open_method(recipe, Method(tuple(plug_levers(recipe, "infer"))))
     commits: list[order.Commit] = []
     settled = {"runtime": Runtime(CPU), "on_commit": lambda *new: commits.append(new)} | way
-    return run_method(artifact_of(opened), shard, Way(method, **settled)), commits
+    return run_method(artifact_of(opened), shard, ScoringRequest(method, **settled)), commits
 
 
 def nats_of(commits: list[order.Commit]) -> np.ndarray:

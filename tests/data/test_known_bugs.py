@@ -460,7 +460,7 @@ def score_on_ranks(
     def run(rank: int) -> None:
         predictor: Any = recorders[rank]
         runtime = Runtime(torch.device("cpu"), rank, world)
-        scores[rank] = Scorer(predictor, shard, runtime, Clock()).run(part)
+        scores[rank] = Scorer(predictor, shard, runtime, Clock(), part).run()
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
     for thread in threads:
@@ -540,11 +540,12 @@ def test_bug_15_a_rank_that_is_missing_or_there_twice_is_refused(
             "underpar.score.scorer.gather_objects", lambda own, runtime: [own] * num_copies
         )
         runtime = Runtime(torch.device("cpu"), 0, 2)
-        return Scorer(predictor, awkward_shard(), runtime, Clock()).run(ScorePart(batch_tokens=1))
+        part = ScorePart(batch_tokens=1)
+        return Scorer(predictor, awkward_shard(), runtime, Clock(), part).run()
 
     with pytest.raises(AssertionError, match="missed"):
         score(num_copies=1)
-    with pytest.raises(RuleError, match="a rank priced target 0, 1 was its own"):
+    with pytest.raises(RuleError, match="a rank priced target 0 instead of its own, 1"):
         score(num_copies=2)
 
 

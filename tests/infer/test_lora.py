@@ -13,8 +13,8 @@ from lever_stacks import CPU, randomized
 from underpar.build.levers import lever_settings, plug_levers
 from underpar.build.model import build_model
 from underpar.errors import RecipeError
-from underpar.infer.lora import Lora, Place
-from underpar.levers.lora_ttt import SITES, Settings
+from underpar.infer.lora import SITES, AdapterKey, Lora
+from underpar.levers.lora_ttt import Settings
 from underpar.model.gpt import GPT
 from underpar.model.kv_cache import ChunkCache
 from underpar.recipe import load_recipe
@@ -57,7 +57,7 @@ def learn_from(
     on = torch.tensor(active)
     grads = lora.differentiate(nats[on].mean(1).sum())
     lora.update(on, grads)
-    return nats.detach(), grads * lora._root
+    return nats.detach(), grads * lora.root
 
 
 def learn(model: GPT, lora: Lora, tokens: torch.Tensor, active: list[bool]) -> torch.Tensor:
@@ -65,8 +65,8 @@ def learn(model: GPT, lora: Lora, tokens: torch.Tensor, active: list[bool]) -> t
     return learn_from(model, lora, tokens, active)[0]
 
 
-def adapters(lora: Lora) -> dict[Place, tuple[torch.Tensor, torch.Tensor]]:
-    return lora._layout.cut(lora._weights)
+def adapters(lora: Lora) -> dict[AdapterKey, tuple[torch.Tensor, torch.Tensor]]:
+    return lora.layout.cut(lora.weights)
 
 
 def fill(lora: Lora, seed: int = 0) -> None:
@@ -75,7 +75,7 @@ def fill(lora: Lora, seed: int = 0) -> None:
     for _, b in adapters(lora).values():
         b.normal_(std=0.05, generator=generator)
     with torch.no_grad():
-        lora._work.copy_(lora._weights * lora._root)
+        lora.work.copy_(lora.weights * lora.root)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_the_published_numbers_of_parameters(sites: tuple[str, ...], expected: i
         full = build_model(load_recipe("pr2014"))
     lora = Lora(full, Settings(sites=sites), [], CPU)
     assert lora.num_parameters == expected
-    assert lora._weights.shape == (0, expected)
+    assert lora.weights.shape == (0, expected)
 
 
 def test_looped_layers_have_adapters_for_each_visit(model: GPT) -> None:
@@ -141,7 +141,7 @@ def test_outputs_and_gradients_are_those_of_the_formula(model: GPT) -> None:
     exact = ByAutograd(lora)
     with lora.attached():
         found = read(model, tokens)
-    grads = lora._layout.cut(lora.differentiate(found.mean()) * lora._root)
+    grads = lora.layout.cut(lora.differentiate(found.mean()) * lora.root)
     model.hooks.adjust.append(exact.adjust)
     try:
         wanted = read(model, tokens)
@@ -164,19 +164,19 @@ def test_gradients_are_those_of_one_pass(model: GPT) -> None:
             nats = read(model, make_tokens(seed))
         grads.append(lora.differentiate(nats.mean()))
     assert torch.equal(grads[0], grads[2]) and not torch.equal(grads[0], grads[1])
-    assert lora._work.grad is None
+    assert lora.work.grad is None
 
 
 def test_the_first_step_is_a_step_of_the_sign(model: GPT) -> None:
     settings = replace(ALL_SITES, decay=0.5)
     lora = make_lora(model, settings)
     fill(lora)
-    before = lora._weights.clone()
+    before = lora.weights.clone()
     _, g = learn_from(model, lora, make_tokens(0), [True] * LANES)
     wanted = before * (1 - settings.lr * settings.decay) - settings.lr * g / (
         g.abs() + settings.eps
     )
-    torch.testing.assert_close(lora._weights, wanted, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(lora.weights, wanted, rtol=1e-6, atol=1e-7)
 
 
 def test_a_stays_in_the_first_step_as_b_is_zero(model: GPT) -> None:
@@ -190,14 +190,14 @@ def test_a_stays_in_the_first_step_as_b_is_zero(model: GPT) -> None:
 def test_steps_are_those_of_adamw(model: GPT) -> None:
     settings = replace(ALL_SITES, decay=0.5)
     lora = make_lora(model, settings)
-    leaf = lora._weights.clone().requires_grad_()
+    leaf = lora.weights.clone().requires_grad_()
     theirs = torch.optim.AdamW(
         [leaf], settings.lr, (0.0, settings.beta2), settings.eps, settings.decay
     )
     for seed in range(4):
         _, leaf.grad = learn_from(model, lora, make_tokens(seed), [True] * LANES)
         theirs.step()
-        torch.testing.assert_close(lora._weights, leaf.detach(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(lora.weights, leaf.detach(), rtol=1e-5, atol=1e-6)
 
 
 def test_lanes_count_their_own_steps(model: GPT) -> None:
@@ -206,8 +206,8 @@ def test_lanes_count_their_own_steps(model: GPT) -> None:
     learn(model, lora, make_tokens(0), [True, False, True])
     learn(model, lora, make_tokens(1), [True, True, False])
     learn(model, fresh, make_tokens(1), [False, True, False])
-    assert lora._steps.tolist() == [2, 1, 1]
-    torch.testing.assert_close(lora._weights[1], fresh._weights[1], rtol=0, atol=1e-6)
+    assert lora.steps.tolist() == [2, 1, 1]
+    torch.testing.assert_close(lora.weights[1], fresh.weights[1], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("decay_all", [False, True])
@@ -215,10 +215,10 @@ def test_lanes_at_rest_do_not_change_or_only_decay(model: GPT, decay_all: bool) 
     settings = replace(ALL_SITES, decay=2.0, decay_all=decay_all)
     lora = make_lora(model, settings)
     learn(model, lora, make_tokens(0), [True] * LANES)
-    before = [t.clone() for t in (lora._weights, lora._moments, lora._steps)]
+    before = [t.clone() for t in (lora.weights, lora.moments, lora.steps)]
     learn(model, lora, make_tokens(1), [True, False, True])
     factor = 1 - settings.lr * settings.decay if decay_all else 1
-    after = (lora._weights, lora._moments, lora._steps)
+    after = (lora.weights, lora.moments, lora.steps)
     torch.testing.assert_close(after[0][1], factor * before[0][1], rtol=1e-7, atol=0)
     assert torch.equal(after[1][1], before[1][1]) and after[2][1] == before[2][1]
     assert not torch.equal(after[0][0], before[0][0])
@@ -226,9 +226,9 @@ def test_lanes_at_rest_do_not_change_or_only_decay(model: GPT, decay_all: bool) 
 
 def test_without_a_rate_nothing_is_learned(model: GPT) -> None:
     lora = make_lora(model, replace(ALL_SITES, lr=0.0, decay=0.0))
-    before = lora._weights.clone()
+    before = lora.weights.clone()
     learn(model, lora, make_tokens(0), [True] * LANES)
-    assert torch.equal(lora._weights, before)
+    assert torch.equal(lora.weights, before)
 
 
 def test_learning_a_chunk_makes_it_cheaper(model: GPT) -> None:
@@ -266,8 +266,8 @@ def test_a_document_begins_with_a_warm_a(model: GPT) -> None:
         learn(model, lora, make_tokens(seed), [True] * LANES)
     kept = {place: (a.clone(), b.clone()) for place, (a, b) in adapters(lora).items()}
     lora.reset([1], [9])
-    assert lora._steps.tolist() == [2, 0, 2]
-    assert not lora._moments[1].any() and lora._moments[0].any()
+    assert lora.steps.tolist() == [2, 0, 2]
+    assert not lora.moments[1].any() and lora.moments[0].any()
     for place, (a, b) in adapters(lora).items():
         assert torch.equal(a, kept[place][0])
         assert not b[1].any() and torch.equal(b[[0, 2]], kept[place][1][[0, 2]])
@@ -279,9 +279,9 @@ def test_a_cold_a_follows_from_seed_and_document(model: GPT) -> None:
         weights = []
         for document in (first, second):
             lora.reset([0], [document])
-            weights.append(lora._weights.clone())
+            weights.append(lora.weights.clone())
             learn(model, lora, make_tokens(0, 1), [True])
-            weights.append(lora._weights.clone())
+            weights.append(lora.weights.clone())
         return weights
 
     cold = replace(ALL_SITES, warm=False)
@@ -295,7 +295,7 @@ def test_a_cold_a_follows_from_seed_and_document(model: GPT) -> None:
 
 def test_a_first_a_follows_from_seed_and_lane(model: GPT) -> None:
     def first(*lanes: int, seed: int = 0) -> torch.Tensor:
-        return Lora(model, replace(ALL_SITES, seed=seed), lanes, CPU)._weights
+        return Lora(model, replace(ALL_SITES, seed=seed), lanes, CPU).weights
 
     assert torch.equal(first(0, 1, 2, 3)[1::2], first(1, 3))
     assert not torch.equal(first(0), first(1)) and not torch.equal(first(0), first(0, seed=1))
@@ -306,20 +306,20 @@ def test_lanes_are_kept_in_the_order_given(model: GPT) -> None:
     learn(model, lora, make_tokens(0), [True, True, False])
     with lora.attached(), torch.no_grad():
         whole = read(model, tokens)
-    before, steps = lora._weights.clone(), lora._steps.clone()
+    before, steps = lora.weights.clone(), lora.steps.clone()
     kept = torch.tensor([2, 0])
     # Read with two lanes, without dropping any.
     with lora.attached(kept), torch.no_grad():
         some = read(model, tokens[kept])
-    assert lora.lanes == [0, 1, 2] and torch.equal(lora._weights, before)
+    assert lora.lanes == [0, 1, 2] and torch.equal(lora.weights, before)
     lora.keep(kept)
     with lora.attached(), torch.no_grad():
         left = read(model, tokens[kept])
-    assert lora.lanes == [2, 0] and torch.equal(lora._steps, steps[kept])
+    assert lora.lanes == [2, 0] and torch.equal(lora.steps, steps[kept])
     for found in (some, left):
         torch.testing.assert_close(found, whole[kept], rtol=0, atol=1e-5)
     learn(model, lora, tokens[kept], [True, True])
-    assert not torch.equal(lora._weights, before[kept])
+    assert not torch.equal(lora.weights, before[kept])
 
 
 def test_products_run_as_autocast_has_them(model: GPT) -> None:
@@ -338,11 +338,11 @@ def test_products_run_as_autocast_has_them(model: GPT) -> None:
             model.hooks.adjust.remove(watch)
     assert torch.equal(nats, plain) and set(seen) == {torch.bfloat16}
     lora.update(torch.tensor([True, True, False]), lora.differentiate(nats.mean(1).sum()))
-    assert lora._weights.dtype == lora._moments.dtype == torch.float32
-    assert lora._work.dtype == torch.bfloat16
-    assert torch.equal(lora._work, (lora._weights * lora._root).bfloat16()) and lora._moments.any()
+    assert lora.weights.dtype == lora.moments.dtype == torch.float32
+    assert lora.work.dtype == torch.bfloat16
+    assert torch.equal(lora.work, (lora.weights * lora.root).bfloat16()) and lora.moments.any()
     lora.reset([0], [5])
-    assert torch.equal(lora._work, (lora._weights * lora._root).bfloat16())
+    assert torch.equal(lora.work, (lora.weights * lora.root).bfloat16())
 
 
 def test_half_precision_learns_what_full_precision_does(model: GPT) -> None:
@@ -350,24 +350,24 @@ def test_half_precision_learns_what_full_precision_does(model: GPT) -> None:
     for enabled in (False, True):
         lora = make_lora(model, replace(ALL_SITES, decay=0.0), enabled)
         fill(lora)
-        before = lora._weights.clone()
+        before = lora.weights.clone()
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled), lora.attached():
             nats = read(model, tokens)
         grads = lora.differentiate(nats.mean(1).sum())
         lora.update(torch.ones(LANES, dtype=torch.bool), grads)
-        moved.append((lora._weights - before).flatten())
+        moved.append((lora.weights - before).flatten())
     assert float(F.cosine_similarity(moved[0], moved[1], dim=0)) > 0.8
 
 
 def test_the_compiled_update_is_the_same(model: GPT) -> None:
     plain, other = make_lora(model, ALL_SITES), make_lora(model, ALL_SITES)
-    other._descend = torch.compile(other._descend, fullgraph=True, backend="aot_eager")
+    other.adamw = torch.compile(other.adamw, fullgraph=True, backend="aot_eager")
     for lora in (plain, other):
         learn(model, lora, make_tokens(0), [True, True, False])
         learn(model, lora, make_tokens(1), [True, False, True])
     torch._dynamo.reset()
-    torch.testing.assert_close(other._weights, plain._weights, rtol=1e-6, atol=1e-7)
-    torch.testing.assert_close(other._moments, plain._moments, rtol=1e-6, atol=0)
+    torch.testing.assert_close(other.weights, plain.weights, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(other.moments, plain.moments, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("half", [False, True])
@@ -429,10 +429,10 @@ def test_a_setting_that_does_not_fit_is_named(override: str, words: str) -> None
 
 def test_renewed_adapters_are_new_ones_where_the_old_ones_were(model: GPT) -> None:
     lora, new = make_lora(model, ALL_SITES), make_lora(model, ALL_SITES)
-    where = [lora._weights.data_ptr(), lora._work.data_ptr()]
+    where = [lora.weights.data_ptr(), lora.work.data_ptr()]
     learn(model, lora, make_tokens(0), [True, True, False])
-    assert not torch.equal(lora._weights, new._weights)
+    assert not torch.equal(lora.weights, new.weights)
     lora.renew()
-    for name in ("_weights", "_moments", "_steps", "_work"):
+    for name in ("weights", "moments", "steps", "work"):
         assert torch.equal(getattr(lora, name), getattr(new, name))
-    assert [lora._weights.data_ptr(), lora._work.data_ptr()] == where
+    assert [lora.weights.data_ptr(), lora.work.data_ptr()] == where

@@ -272,7 +272,7 @@ def test_targets_may_come_as_they_lie_in_a_shard(make: Callable[[bool], Any]) ->
 
 
 def test_an_expert_that_is_not_opened_holds_nothing(make: Callable[[bool], Any]) -> None:
-    tables = (np.ndarray, scans.Counts, scans.Places, ngram.Histories)
+    tables = (np.ndarray, scans.Counts, scans.Links, ngram.Histories)
     expert = make(False)
     assert not any(isinstance(value, tables) for value in vars(expert).values())
     expert.open(1, 10)

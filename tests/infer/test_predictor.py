@@ -1,6 +1,7 @@
 """The predictor: stepping equals pricing, and only priced text can be learned from."""
 
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -50,6 +51,19 @@ def predictor(tiny_run: TinyRun) -> Predictor:
 def documents(tiny_run: TinyRun) -> list[np.ndarray]:
     shard = load_data(tiny_run.data).val
     return [np.array(shard.doc(i), dtype=np.int64) for i in range(4)]
+
+
+def test_one_function_computes_every_probability() -> None:
+    source = Path(predictor_module.__file__).parents[1]
+    calls = {
+        str(path.relative_to(source))
+        for part in ("infer", "score", "codec", "build", "audit", "stages")
+        for path in (source / part).rglob("*.py")
+        if "softmax(" in path.read_text()
+    }
+    # Sampling divides log-probabilities by a temperature.
+    assert calls == {"infer/predictor.py", "infer/generate.py"}
+    assert Path(predictor_module.__file__).read_text().count("softmax(") == 1
 
 
 def test_stepping_equals_pricing_past_the_context(

@@ -20,7 +20,7 @@ from underpar.audit.probes import distribution_errors, substitution_sums
 from underpar.build.artifact import read_artifact
 from underpar.build.levers import lever_settings
 from underpar.build.model import build_model
-from underpar.build.scoring import Way, method_of, open_method, run_method
+from underpar.build.scoring import ScoringRequest, method_of, open_method, run_method
 from underpar.core.run_folder import RunFolder
 from underpar.core.runtime import Runtime
 from underpar.data.folder import load_data
@@ -144,7 +144,7 @@ def artifact_of(own: Settings | None) -> Artifact:
 
 def score_of(artifact: Artifact, method: Method, *changes: str) -> Score:
     opened, recipe = open_method(artifact.recipe, method, changes)
-    return run_method(replace(artifact, recipe=recipe), SHARD, Way(opened, Runtime(CPU)))
+    return run_method(replace(artifact, recipe=recipe), SHARD, ScoringRequest(opened, Runtime(CPU)))
 
 
 LORA = "levers.lora_ttt={rank=2, chunk=8, short=[], lanes=3, lr=0.01}"
@@ -257,7 +257,7 @@ def test_scores_use_them_and_the_audit_agrees(
     levers = {n: v for n, v in artifact.recipe.levers.items() if n != NAME}
     bare = replace(artifact, recipe=replace(artifact.recipe, levers=levers))
     data = load_data(tiny_run.data)
-    assert run_method(bare, data.val, Way(PLAIN, runtime)).bits == plain.bits
+    assert run_method(bare, data.val, ScoringRequest(PLAIN, runtime)).bits == plain.bits
     # New text is predicted better, if only a little.
     assert 0 < 1 - alone.bits / plain.bits < 0.1
     assert adapted.how["levers"] == ["adapt_scales", NAME]

@@ -14,6 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from tiny import TinyRun
+from underpar.audit.probes import first_documents
 from underpar.build.model import build_model
 from underpar.cli import app
 from underpar.core.run_folder import RunFolder
@@ -25,7 +26,6 @@ from underpar.lab.quant_case import CURVES, Case
 from underpar.lab.quant_curves import (
     FACTORS,
     Request,
-    first_documents,
     measure,
     open_case,
     write_results,

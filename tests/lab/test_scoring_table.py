@@ -45,7 +45,7 @@ def test_every_row_has_a_price_a_time_and_a_verdict(measured: Path) -> None:
     assert all(row["seconds"] > 0 and row["tokens_per_second"] > 0 for row in rows)
     plain, _, published, stream = (row["bpb"] for row in rows)
     assert max(published, stream) < plain
-    # Nothing of another way to score is left from row to row.
+    # Nothing of another request to score is left from row to row.
     assert len({row["bpb"] for row in rows}) == len(rows)
     assert [row["order"] for row in rows] == ["stream", "stream", "published", "stream"]
     assert [verdict(row) for row in rows] == ["passes", "passes", "fails: knows lengths", "passes"]

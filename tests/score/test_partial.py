@@ -25,10 +25,11 @@ from thread_ranks import Ranks
 from tiny import TinyRun
 from underpar import cli
 from underpar.artifact.unpack import Artifact
-from underpar.build.scoring import Way, open_method, run_method
+from underpar.build.scoring import ScoringRequest, open_method, run_method
 from underpar.core.runtime import Clock, Runtime
 from underpar.errors import RunError
 from underpar.infer.lora import Lora
+from underpar.infer.step import forward_step
 from underpar.levers import phased_sgd
 from underpar.model.kv_cache import ChunkCache
 from underpar.quant.schemes import QuantizedTensor, Scheme
@@ -37,8 +38,6 @@ from underpar.score import partial as module
 from underpar.score.ledger import Score
 from underpar.score.method import PUBLISHED, Method
 from underpar.score.partial import Partial, Stopped
-from underpar.score.ttt import scorer as documents
-from underpar.score.ttt.forward import price_rows
 
 RECIPE = load_recipe("cpu", [*MODEL, "levers.smear.init=0.5", "levers.softcap=true"])
 SMALL = ["score.batch_tokens=1", "score.adapt_tokens=1"]
@@ -105,9 +104,14 @@ class Start:
         method, changes = WAYS[name]
         method = replace(method, seconds=seconds or method.seconds)
         opened, recipe = open_method(artifact.recipe, method, changes)
-        way = Way(opened, self.runtime, self.clock, lambda share, bpb: self.shares.append(share))
-        way = replace(way, partial=self.partial if partial else None)
-        return run_method(replace(artifact, recipe=recipe), SHARD, way)
+        request = ScoringRequest(
+            opened,
+            self.runtime,
+            self.clock,
+            on_share=lambda share, bpb: self.shares.append(share),
+            partial=self.partial if partial else None,
+        )
+        return run_method(replace(artifact, recipe=recipe), SHARD, request)
 
 
 def all_but_seconds(score: Score) -> dict[str, Any]:
@@ -126,7 +130,7 @@ def test_so_it_is_where_steps_are_recorded(
     name: str, artifact: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Recorded, but not compiled: that would take a minute.
-    monkeypatch.setattr(documents, "CompiledPricing", lambda vary: price_rows)
+    monkeypatch.setattr("underpar.score.ttt.scorer.CompiledForward", lambda vary: forward_step)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     check_every_step(name, artifact, tmp_path, Runtime(CPU, compiled=True))
 
@@ -281,7 +285,7 @@ def test_memory_stays_where_it_is_and_is_as_large_as_it_was() -> None:
         cache.load(before.state())
         assert (addresses(lora.state(), cache.state()) == where) == (num_lanes == 2)
         assert cache.room == before.room > 0 and len(cache.lengths) == len(lora.lanes) == num_lanes
-        assert torch.equal(lora._work, lora._weights * lora._root)
+        assert torch.equal(lora.work, lora.weights * lora.root)
 
 
 def test_only_files_of_the_score_are_removed(artifact: Artifact, tmp_path: Path) -> None:
@@ -314,8 +318,6 @@ class Pair:
     def __init__(self, path: Path, method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
         self.path, self.method = path, method
         self.ranks = Ranks(monkeypatch)
-        monkeypatch.setattr(module, "gather_objects", self.ranks.gather)
-        monkeypatch.setattr(module, "from_main", lambda value, r: self.ranks.gather(value, r)[0])
         self.lines: list[str] = []
 
     def go(self, num_steps: float = float("inf")) -> list[Run]:

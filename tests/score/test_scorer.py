@@ -8,14 +8,14 @@ import math
 import os
 import subprocess
 import sys
-from itertools import count
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from lane_runs import ticks
 from lever_stacks import randomized
 from tiny import TinyRun
 from underpar import cli
@@ -32,9 +32,8 @@ from underpar.infer.predictor import Predictor
 from underpar.infer.tilt import Mixture
 from underpar.levers import counts, tilt
 from underpar.recipe import ScorePart, load_recipe
-from underpar.score import scorer as score_module
 from underpar.score.ledger import Score
-from underpar.score.method import STOP_BITS, Method
+from underpar.score.method import ADAPT, PLAIN, STOP_BITS, Method
 from underpar.score.scorer import Scorer
 from underpar.stages.score import score_artifact
 
@@ -96,12 +95,14 @@ def open_predictor(tiny_run: TinyRun, adapts: bool = True) -> Predictor:
 def score_of(
     tiny_run: TinyRun, shard: Shard, runtime: Runtime, part: ScorePart, adapt: bool = False
 ) -> Score:
-    return Scorer(open_predictor(tiny_run), shard, runtime, Clock()).run(part, adapt)
+    predictor, method = open_predictor(tiny_run), ADAPT if adapt else PLAIN
+    return Scorer(predictor, shard, runtime, Clock(), part, method, adapts=adapt).run()
 
 
 def test_a_uniform_model_costs_log_v_a_target(shard: Shard, runtime: Runtime) -> None:
     predictor: object = Uniform(512)
-    score = Scorer(predictor, shard, runtime, Clock()).run(ScorePart())  # type: ignore[arg-type]
+    scorer = Scorer(predictor, shard, runtime, Clock(), ScorePart())  # type: ignore[arg-type]
+    score = scorer.run()
     assert score.num_targets == shard.num_tokens - 1
     assert score.bits == pytest.approx(9 * score.num_targets, rel=1e-6)
     assert score.num_bytes == shard.num_bytes
@@ -179,15 +180,16 @@ def test_adapting_needs_an_adapter_one_rank_and_plain_windows(
     tiny_run: TinyRun, shard: Shard, runtime: Runtime
 ) -> None:
     bare, able = open_predictor(tiny_run, adapts=False), open_predictor(tiny_run)
+    plain = Scorer(bare, shard, runtime, Clock(), ScorePart())
+    adapting = replace(plain, predictor=able, adapts=True)
     with pytest.raises(RuleError, match="names no adapter"):
-        Scorer(bare, shard, runtime, Clock()).run(ScorePart(), adapt=True)
-    pair = Runtime(torch.device("cpu"), 0, 2)
+        replace(plain, adapts=True).run()
     with pytest.raises(RuleError, match="single rank"):
-        Scorer(able, shard, pair, Clock()).run(ScorePart(), adapt=True)
+        replace(adapting, runtime=Runtime(torch.device("cpu"), 0, 2)).run()
     with pytest.raises(RuleError, match="leave out --stride"):
-        Scorer(able, shard, runtime, Clock()).run(ScorePart(), True, method=Method(stride=64))
+        replace(adapting, method=Method(stride=64)).run()
     with pytest.raises(RuleError, match="give --stride"):
-        Scorer(bare, shard, runtime, Clock()).run(ScorePart(), method=Method(flat=True))
+        replace(plain, method=Method(flat=True)).run()
 
 
 class Prices:
@@ -211,8 +213,8 @@ def stream_prices(
     """Nats of every target of the stream, each entered once."""
     prices = Prices(shard)
     runtime = Runtime(torch.device("cpu"))
-    scorer = Scorer(predictor, shard, runtime, Clock(), on_commit=prices)
-    score = scorer.run(ScorePart(batch_tokens=batch_tokens), method=method)
+    part = ScorePart(batch_tokens=batch_tokens)
+    score = Scorer(predictor, shard, runtime, Clock(), part, method, on_commit=prices).run()
     assert score.num_targets == shard.num_tokens - 1 == prices.num
     assert score.bits == pytest.approx(float(prices.nats.sum()) / math.log(2), rel=1e-9)
     return prices.nats
@@ -261,9 +263,10 @@ def test_windows_do_not_look_back_on_what_shares_their_pass(
 
 
 def test_trained_weights_slide_as_well(tiny_run: TinyRun, shard: Shard, runtime: Runtime) -> None:
-    scorer = Scorer(open_predictor(tiny_run, adapts=False), shard, runtime, Clock())
+    predictor = open_predictor(tiny_run, adapts=False)
     stored = json.loads(tiny_run.folder.score_file("plain").read_text())
-    score = scorer.run(ScorePart(), method=Method(stride=tiny_run.recipe.model.context))
+    method = Method(stride=tiny_run.recipe.model.context)
+    score = Scorer(predictor, shard, runtime, Clock(), ScorePart(), method).run()
     assert score.bits == pytest.approx(stored["bits"], rel=1e-6)
     assert score.method == "sliding128"
 
@@ -293,8 +296,8 @@ def test_flat_windows_cross_documents(
 def test_experts_know_what_the_stream_repeats(predictor: Predictor, stream: Shard) -> None:
     experts = [counts.plug(counts.Settings(orders=(2,)), predictor.model.spec)]
     runtime = Runtime(torch.device("cpu"))
-    plain = Scorer(predictor, stream, runtime, Clock()).run(ScorePart())
-    mixed = Scorer(predictor, stream, runtime, Clock(), Mixture(experts)).run(ScorePart())
+    plain = Scorer(predictor, stream, runtime, Clock(), ScorePart()).run()
+    mixed = Scorer(predictor, stream, runtime, Clock(), ScorePart(), mixture=Mixture(experts)).run()
     # Random weights over 512 tokens; the stream has five.
     assert mixed.bits < plain.bits
     assert set(mixed.seconds) == {"start", "hints", "score"}
@@ -307,9 +310,9 @@ def test_hints_of_no_weight_change_nothing(
 ) -> None:
     expert = tilt.plug(tilt.Settings(order=2, boost=0.0), predictor.model.spec)
     part = ScorePart(batch_tokens=40)
-    mixed = Scorer(predictor, stream, runtime, Clock(), Mixture([expert])).run(part, method=method)
-    plain = Scorer(predictor, stream, runtime, Clock()).run(part, method=method)
-    for mine, theirs in zip(mixed.entries, plain.entries, strict=True):
+    plain = Scorer(predictor, stream, runtime, Clock(), part, method)
+    mixed = replace(plain, clock=Clock(), mixture=Mixture([expert])).run()
+    for mine, theirs in zip(mixed.entries, plain.run().entries, strict=True):
         assert mine.bits == pytest.approx(theirs.bits, rel=1e-12)
 
 
@@ -330,9 +333,9 @@ def test_hints_meet_the_targets_they_are_for(
             return Proposals(targets.astype(np.int64), sure)
 
     mixture = Mixture([Oracle()])  # type: ignore[list-item]
-    score = Scorer(predictor, stream, runtime, Clock(), mixture).run(ScorePart(), method=method)
-    plain = Scorer(predictor, stream, runtime, Clock()).run(ScorePart(), method=method)
-    assert score.bits < 1e-2 * score.num_targets < plain.bits
+    plain = Scorer(predictor, stream, runtime, Clock(), ScorePart(), method)
+    score = replace(plain, clock=Clock(), mixture=mixture).run()
+    assert score.bits < 1e-2 * score.num_targets < plain.run().bits
 
 
 def test_time_that_is_up_at_once_leaves_a_plain_score(
@@ -340,8 +343,9 @@ def test_time_that_is_up_at_once_leaves_a_plain_score(
 ) -> None:
     part = ScorePart(batch_tokens=1, adapt_tokens=1)
     plain = score_of(tiny_run, shard, runtime, part)
-    scorer = Scorer(open_predictor(tiny_run), shard, runtime, Clock())
-    score = scorer.run(part, adapt=True, method=Method(name="adapt", seconds=1e-9))
+    method = Method(name="adapt", seconds=1e-9)
+    predictor = open_predictor(tiny_run)
+    score = Scorer(predictor, shard, runtime, Clock(), part, method, adapts=True).run()
     assert score.stopped_at == 0
     assert score.events[0] == ("stop", 0, 0)
     assert score.entries == plain.entries
@@ -349,21 +353,20 @@ def test_time_that_is_up_at_once_leaves_a_plain_score(
 
 
 def test_nothing_is_learnt_once_time_is_up(
-    tiny_run: TinyRun, shard: Shard, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+    tiny_run: TinyRun, shard: Shard, runtime: Runtime
 ) -> None:
-    ticks = count()
-    monkeypatch.setattr(score_module, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
     part = ScorePart(batch_tokens=1, adapt_tokens=1)
     whole = score_of(tiny_run, shard, runtime, part, adapt=True)
-    scorer = Scorer(open_predictor(tiny_run), shard, runtime, Clock())
-    # The first tick is the start; chunks 0 and 1 are in time.
-    score = scorer.run(part, adapt=True, method=Method(name="adapt", seconds=2))
+    predictor, method = open_predictor(tiny_run), Method(name="adapt", seconds=2)
+    scorer = Scorer(predictor, shard, runtime, Clock(), part, method, adapts=True)
+    # The first tick is the start; units 0 and 1 are in time.
+    score = replace(scorer, now=ticks()).run()
     assert (score.stopped_at, score.side_bits) == (2, STOP_BITS)
     kinds = [event[0] for event in score.events]
     assert kinds == ["price", "adapt"] * 2 + ["stop"] + ["price"] * (shard.num_documents - 2)
     assert score.num_targets == whole.num_targets
     # What was learnt before is kept: all that follows is scored with it.
-    still = Scorer(scorer.predictor, shard, runtime, Clock()).run(part)
+    still = Scorer(predictor, shard, runtime, Clock(), part).run()
     assert score.entries[:3] == whole.entries[:3]
     assert score.entries[2:] == still.entries[2:]
     assert score.entries[3:] != whole.entries[3:]

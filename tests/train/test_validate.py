@@ -56,8 +56,8 @@ def scored(model: GPT, shard: Shard, runtime: Runtime) -> tuple[float, int, int]
     """What `score` says of these weights."""
     again = copy.deepcopy(model)
     again.set_progress(1.0)
-    scorer = Scorer(Predictor(again, runtime.device, []), shard, runtime, Clock())
-    score = scorer.run(ScorePart(batch_tokens=1500))
+    predictor, part = Predictor(again, runtime.device, []), ScorePart(batch_tokens=1500)
+    score = Scorer(predictor, shard, runtime, Clock(), part).run()
     return score.bpb, score.num_bytes, score.num_targets
 
 

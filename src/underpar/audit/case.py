@@ -1,4 +1,4 @@
-"""What the audit judges: an artifact, its data and its scores, and how to run them again."""
+"""What the audit judges: an artifact, its data and its scores, and how to repeat the scores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from underpar.recipe import Recipe
 from underpar.score.ledger import Score
 from underpar.score.tally import OnCommit
 
-# Runs the method of a score on another shard; every price is told.
+# Scores another shard by the method of a score, and reports every price.
 Rescore = Callable[[Score, Shard, OnCommit], Score]
 
 
@@ -25,10 +25,10 @@ class Case:
     """Everything the rules look at."""
 
     recipe: Recipe
-    # Products in a precision, fp32 unless asked.
+    # A predictor whose matrix products run in the given precision; fp32 without one.
     open_predictor: Callable[..., Predictor]
     rescore: Rescore
-    # The experts of a score's method.
+    # The experts of a score's method, with the settings of that score.
     open_mixture: Callable[[Score], Mixture]
     codec: Codec
     artifact_file: Path
@@ -36,7 +36,7 @@ class Case:
     data: DataFolder
     scores: dict[str, Score]
     runtime: Runtime
-    # By stage: training, calibration, tuning.
+    # Seconds with training text, by stage: training, calibration, tuning.
     spent_seconds: dict[str, float]
     # Documents are coded in stream order until this many tokens; 0 codes all of them.
     code_tokens: int = 0

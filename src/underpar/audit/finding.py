@@ -10,7 +10,7 @@ PASS, FAIL, NOT_SHOWN = "pass", "fail", "not shown"
 
 @dataclass(frozen=True)
 class Finding:
-    """`not shown` is never a pass: the evidence was missing, and the summary says which."""
+    """The verdict on one rule. "not shown" is no pass: the summary names the missing evidence."""
 
     rule: str
     verdict: str
@@ -24,10 +24,10 @@ class Finding:
 
 
 def judge(rule: str, holds: bool, summary: str, **evidence: Any) -> Finding:
-    """Pass if it holds, fail if not."""
+    """A pass if the rule holds, else a fail."""
     return Finding(rule, PASS if holds else FAIL, summary, evidence)
 
 
 def not_shown(rule: str, why: str) -> Finding:
-    """There was nothing to look at."""
+    """A finding without evidence."""
     return Finding(rule, NOT_SHOWN, why)

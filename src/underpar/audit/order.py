@@ -1,9 +1,9 @@
-"""Whether a score's order can be followed by a decoder: its events, and what its prices depend on.
+"""Whether a decoder could follow a score's order: its events, and what its prices depend on.
 
-A method prices targets in an order of its own. Whatever comes later in that order, tokens or the
-lengths of documents, must not change a price that was entered before (A01 and A07 of the field
-guide, parameter-golf issue 1017). The records from PR 1530 on sort documents by length and fail.
-Nor may a hint know the target it is for, as those of PR 1967 do.
+A method prices targets in an order of its own. Tokens and lengths of documents that come later in
+this order must not change an earlier price (A01 and A07 of the field guide, parameter-golf issue
+1017). The records since PR 1530 sort documents by length and fail. A hint must not depend on the
+target it is for, as the hints of PR 1967 do.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from typing import Any
 
 import numpy as np
 
-from underpar.audit.probes import head_of
+from underpar.audit.probes import first_documents
 from underpar.data.shards import Shard
 from underpar.infer.tilt import Mixture
 from underpar.recipe import Recipe
 from underpar.score.ledger import Score
 from underpar.score.method import PUBLISHED
-from underpar.score.ttt.schedule import Chunks, Turn, published_schedule, stream_schedule
+from underpar.score.ttt.schedule import Chunk, ChunkSizes, published_schedule, stream_schedule
 
-# Document, first target, nats: in the order in which they were entered.
+# One entry of prices: document, first target, nats.
 Commit = tuple[int, int, np.ndarray]
-# Scores a shard and tells what was entered.
+# Scores a shard; returns the prices in the order in which they were entered.
 Trace = Callable[[Shard], list[Commit]]
 
-# Of events, in the order in which they come in a step.
+# Kinds of events, in their order within a step.
 KINDS = ("stop", "price", "adapt", "train")
-# Packs of other shapes round otherwise.
+# Nats; packs of different shapes round differently.
 TOLERANCE = 1e-4
-# In a probe: tokens between updates, documents that a lane reads one after the other, and how many
-# times sooner chunks grow.
+# In a probe: the most tokens between two updates, documents per lane, and the divisor of the limits
+# of short chunks, so that a short document has chunks of all sizes.
 CHUNK_TOKENS, LANE_DOCUMENTS, SHORTER = 160, 3, 16
-# Targets with a hint, and without, that are replaced, and by how many others each.
-NUM_PLACES, NUM_OTHERS = 12, 4
+# How many targets with a hint, and how many without, are replaced, and by how many other tokens.
+NUM_TARGETS, NUM_OTHERS = 12, 4
 
 
 def wrong_events(score: Score, num_targets: Sequence[int]) -> int:
-    """Events that a loop of predict, commit, adapt would not leave, in this order."""
+    """The number of events that a loop of predict, commit, adapt does not produce in this order."""
     if unknown := sum(kind not in KINDS for kind, _, _ in score.events):
         return unknown
     lanes = score.how.get("settings", {}).get("lora_ttt")
@@ -50,10 +50,10 @@ def wrong_events(score: Score, num_targets: Sequence[int]) -> int:
 
 
 def _wrong_chunks(score: Score, num_targets: Sequence[int]) -> int:
-    """Chunks follow one another through the file; each is learnt behind its price, or none is."""
+    """Wrong events of a stream of units, which follow the file; each is priced, then learnt."""
     prices = [(first, last) for kind, first, last in score.events if kind == "price"]
     learns = any(kind == "adapt" for kind, _, _ in score.events)
-    # A flat window may end within a document, where the next one begins.
+    # A flat window may end within a document; the next window then begins in that document.
     overlap = bool(score.how.get("flat"))
     wrong, end, expected = 0, 0, []
     for index, (first, last) in enumerate(prices):
@@ -68,47 +68,47 @@ def _wrong_chunks(score: Score, num_targets: Sequence[int]) -> int:
 
 
 def _wrong_steps(score: Score, num_targets: Sequence[int], lanes: dict[str, Any]) -> int:
-    """The same for lanes: steps have the targets that the schedule gives them."""
+    """Wrong events of lanes, whose steps have the targets of the schedule."""
     expected = []
     finished = [0]
-    for step, turns in enumerate(_steps(score.order, num_targets, lanes)):
-        expected.append(("price", step, sum(turn.count for turn in turns)))
-        learnt = sum(turn.count for turn in turns if not turn.is_last)
+    for step, chunks in enumerate(_steps(score.order, num_targets, lanes)):
+        expected.append(("price", step, sum(chunk.count for chunk in chunks)))
+        learnt = sum(chunk.count for chunk in chunks if not chunk.is_last)
         if learnt and not 0 <= score.stopped_at <= step:
             expected.append(("adapt", step, learnt))
-        finished.append(finished[-1] + sum(turn.is_last for turn in turns))
-    wrong, trained = int(score.events != sorted(score.events, key=_place)), 0
+        finished.append(finished[-1] + sum(chunk.is_last for chunk in chunks))
+    wrong, trained = int(score.events != sorted(score.events, key=_position)), 0
     for step, num in ((step, num) for kind, step, num in score.events if kind == "train"):
-        # Whole documents, once they are priced, and more of them each time.
+        # The model trains on finished documents, and on more of them each time.
         wrong += not (0 < step < len(finished) and trained < num <= finished[step])
         trained = num
     return wrong + _differences(score, expected)
 
 
-def _place(event: tuple[str, int, int]) -> tuple[int, int]:
-    """Where an event belongs: weights are trained at the end of the step before."""
+def _position(event: tuple[str, int, int]) -> tuple[int, int]:
+    """Where an event belongs; the model trains at the end of the step before the one it names."""
     kind, step, _ = event
     return step - (kind == "train"), KINDS.index(kind)
 
 
 def _differences(score: Score, expected: Sequence[tuple[str, int, int]]) -> int:
-    found = [event for event in score.events if event[0] in ("price", "adapt")]
-    wrong = sum(a != b for a, b in zip(found, expected, strict=False))
-    return wrong + abs(len(found) - len(expected))
+    events = [event for event in score.events if event[0] in ("price", "adapt")]
+    wrong = sum(a != b for a, b in zip(events, expected, strict=False))
+    return wrong + abs(len(events) - len(expected))
 
 
-def _steps(order: str, num_targets: Sequence[int], lanes: dict[str, Any]) -> list[Sequence[Turn]]:
-    chunks = Chunks(lanes["chunk"], tuple(lanes["short"]))
+def _steps(order: str, num_targets: Sequence[int], lanes: dict[str, Any]) -> list[Sequence[Chunk]]:
+    sizes = ChunkSizes(lanes["chunk"], tuple(lanes["short"]))
     if order != PUBLISHED:
-        return list(stream_schedule(num_targets, lanes["lanes"], chunks))
+        return list(stream_schedule(num_targets, lanes["lanes"], sizes))
     lengths = [total + 1 for total in num_targets]
-    groups = published_schedule(num_targets, lengths, lanes["lanes"], chunks)
-    return [turns for group in groups for turns in group.steps]
+    groups = published_schedule(num_targets, lengths, lanes["lanes"], sizes)
+    return [chunks for group in groups for chunks in group.steps]
 
 
 def short_stream(shard: Shard, num_documents: int, num_tokens: int) -> Shard:
     """The beginnings of the first documents, of unequal lengths up to `num_tokens`."""
-    head = head_of(shard, num_documents)
+    head = first_documents(shard, num_documents)
     most = [num_tokens - num_tokens * (i % 4) // 8 for i in range(head.num_documents)]
     return _with_documents(
         head, [head.doc(i)[:length] for i, length in zip(range(len(most)), most, strict=True)]
@@ -116,9 +116,9 @@ def short_stream(shard: Shard, num_documents: int, num_tokens: int) -> Shard:
 
 
 def for_probes(recipe: Recipe, shard: Shard) -> Recipe:
-    """The recipe for so little text: several chunks to learn from, several documents a lane, and
-    all sizes of chunks in a document."""
-    # The same whatever the lengths of documents, which a probe changes.
+    """The recipe for a probe's short text: several updates, several documents per lane, and chunks
+    of all sizes in a document."""
+    # Independent of the lengths of documents, because a probe changes them.
     score = replace(recipe.score, adapt_tokens=min(recipe.score.adapt_tokens, CHUNK_TOKENS))
     levers = dict(recipe.levers)
     if (lora := levers.get("lora_ttt")) is not None:
@@ -130,11 +130,11 @@ def for_probes(recipe: Recipe, shard: Shard) -> Recipe:
 
 
 def later_tokens_matter(trace: Trace, shard: Shard, vocab_size: int) -> int:
-    """Prices that change when tokens entered later are replaced, over several cuts."""
+    """The number of prices that change when later tokens are replaced, over several cuts."""
     commits = trace(shard)
     changed = 0
     for cut in _cuts(commits):
-        # What is entered together is priced together: the cut goes through the middle of it.
+        # Targets that are entered together are priced together: cut in the middle of them.
         document, first, nats = commits[cut]
         stays = len(nats) // 2
         later = [(document, first + stays, nats[stays:]), *commits[cut + 1 :]]
@@ -144,12 +144,12 @@ def later_tokens_matter(trace: Trace, shard: Shard, vocab_size: int) -> int:
 
 
 def later_lengths_matter(trace: Trace, shard: Shard) -> int:
-    """Prices that change when documents end earlier than they did, behind what was entered."""
+    """The number of prices that change when documents end earlier, after the targets entered."""
     commits = trace(shard)
     changed = 0
     for cut in _cuts(commits):
         after = trace(_shortened(shard, commits[:cut]))
-        # What is entered next ends early; up to the end, which is new, it must cost the same.
+        # The next entry ends early. Its prices must stay, except for the new end of the document.
         stays = len(after[cut][2]) - 1 if cut < len(after) else 0
         changed += _num_changed(_until(commits, cut, stays), _until(after, cut, stays))
     return changed
@@ -174,26 +174,26 @@ def _num_changed(before: Sequence[Commit], after: Sequence[Commit]) -> int:
 
 
 def own_targets_matter(mixture: Mixture, targets: np.ndarray, vocab_size: int) -> int:
-    """Proposals that change when the target they are for is another one, over several targets."""
+    """The number of proposals that change when their own target is replaced, over some targets."""
     if not mixture.experts:
         return 0
 
     def propose(stream: np.ndarray) -> np.ndarray:
         mixture.open(1, len(targets))
-        found = mixture.propose(0, stream)
-        return np.concatenate([found.hints, found.confidence], axis=1)  # (n, 2 K)
+        proposals = mixture.propose(0, stream)
+        return np.concatenate([proposals.hints, proposals.confidence], axis=1)  # (n, 2 K)
 
     rng = np.random.default_rng(3)
     honest = propose(targets)
-    # Hints may be rare: half of the places are among those that have one.
+    # Hints may be rare: half of the targets are chosen among those that have one.
     has_hint = (honest[:, : len(mixture.experts)] >= 0).any(axis=1)
     kinds = [np.flatnonzero(has_hint), np.flatnonzero(~has_hint)]
-    places = np.concatenate([rng.choice(kind, min(len(kind), NUM_PLACES)) for kind in kinds])
+    chosen = np.concatenate([rng.choice(kind, min(len(kind), NUM_TARGETS)) for kind in kinds])
     changed = 0
-    for place in places:
+    for target in chosen:
         for token in rng.integers(4, vocab_size, NUM_OTHERS):
-            other = propose(np.append(targets[:place], token))
-            changed += not np.array_equal(other, honest[: place + 1])
+            other = propose(np.append(targets[:target], token))
+            changed += not np.array_equal(other, honest[: target + 1])
     return changed
 
 
@@ -210,11 +210,11 @@ def _swapped(shard: Shard, later: Sequence[Commit], vocab_size: int) -> Shard:
 
 
 def _shortened(shard: Shard, entered: Sequence[Commit]) -> Shard:
-    """Documents that were not finished end a few tokens behind what was entered."""
+    """The shard, with unfinished documents ending a few tokens after the targets entered."""
     rng = np.random.default_rng(2)
     priced = np.zeros(shard.num_documents, dtype=np.int64)
-    for document, own in groupby(sorted(entered, key=lambda c: c[0]), key=lambda c: c[0]):
-        priced[document] = sum(len(nats) for _, _, nats in own)
+    for document, entries in groupby(sorted(entered, key=lambda c: c[0]), key=lambda c: c[0]):
+        priced[document] = sum(len(nats) for _, _, nats in entries)
     documents = []
     for document in range(shard.num_documents):
         tokens = shard.doc(document)

@@ -1,7 +1,8 @@
-"""Experiments on a predictor or a scorer that treat it as a black box.
+"""Experiments on a predictor as a black box.
 
 Each probe returns numbers; the rules judge them. Checks are numbered as in the field guide to valid
-scores (parameter-golf issue 1017): A01 future independence, A02 substitution, A03 direct sums.
+scores (parameter-golf issue 1017): A01 future independence, A02 substitution, A03 direct sums, A23
+independence of documents.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from underpar.infer.predictor import Predictor
 
 
 class Prices(Protocol):
-    """What is probed: anything that prices a batch."""
+    """The part of a predictor that probes use."""
 
     @property
     def context(self) -> int:
-        """Most inputs of a piece."""
+        """The most tokens that a price may depend on."""
 
     def nll(self, batch: Batch) -> Tensor:
         """Nats of each target."""
 
 
 def swap_suffix(predictor: Prices, document: np.ndarray, cuts: list[int], vocab_size: int) -> int:
-    """A01: replace all tokens from each cut on; count earlier prices that change by even a bit."""
+    """A01: replace all tokens from each cut on; count the earlier prices that change at all."""
     rng = np.random.default_rng(0)
     bos = int(document[0])
     changed = 0
@@ -49,7 +50,7 @@ def _prices(predictor: Prices, document: np.ndarray, bos: int) -> np.ndarray:
 
 
 def isolation_error(predictor: Prices, first: np.ndarray, second: np.ndarray) -> float:
-    """A23: largest change of the second document's prices when packed behind the first, in nats."""
+    """A23: largest change of a document's prices, in nats, if another one is packed before it."""
     bos = int(second[0])
     batch, owner = pack_documents([first, second], bos, predictor.context)
     together = predictor.nll(batch).cpu().numpy()[owner == 1]
@@ -79,23 +80,23 @@ def substitution_sums(
 
 
 def distribution_errors(predictor: Predictor, document: np.ndarray) -> tuple[float, float]:
-    """A03: how far whole distributions are from summing to 1, and prices from them, in nats."""
+    """A03: largest error of a distribution's sum, and of a price against it, in nats."""
     batch, _ = pack_documents([document], int(document[0]), predictor.context)
     log_probs = predictor.log_probs(batch).double()
     sums = log_probs.exp().sum(dim=-1)
-    own = -log_probs.gather(1, batch.targets.to(log_probs.device)[:, None])[:, 0]
+    nats = -log_probs.gather(1, batch.targets.to(log_probs.device)[:, None])[:, 0]
     prices = predictor.nll(batch).double()
-    return float((sums - 1).abs().max()), float((own - prices).abs().max())
+    return float((sums - 1).abs().max()), float((nats - prices).abs().max())
 
 
-def head_of(shard: Shard, num_documents: int) -> Shard:
-    """The first documents of a shard, as a shard."""
-    num = min(num_documents, shard.num_documents)
-    end = shard.num_tokens if num == shard.num_documents else int(shard.starts[num])
+def first_documents(shard: Shard, number: int) -> Shard:
+    """The first documents of a shard, as a shard; 0 stands for all."""
+    if not 0 < number < shard.num_documents:
+        return shard
     return Shard(
-        np.array(shard.tokens[:end]),
-        shard.starts[:num],
-        shard.doc_bytes[:num],
-        shard.doc_hashes[:num],
-        shard.flags[:num],
+        tokens=shard.tokens[: int(shard.starts[number])],
+        starts=shard.starts[:number],
+        doc_bytes=shard.doc_bytes[:number],
+        doc_hashes=shard.doc_hashes[:number],
+        flags=shard.flags[:number],
     )

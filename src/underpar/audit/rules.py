@@ -1,6 +1,6 @@
-"""One function a rule: case in, finding out. Rule ids (R01 ...) follow the contest's rules.
+"""One function per rule: case in, finding out. Rule ids (R01 ...) follow the contest's rules.
 
-The audit reads the artifact, the data and the scores from files; it trusts none of their totals.
+The audit reads the artifact, the data and the scores from files, and counts their totals again.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from underpar.errors import UnderparError
 from underpar.score.ledger import Score
 from underpar.score.method import STREAM
 from underpar.score.scorer import Scorer
+from underpar.score.tally import num_targets_of
 
-# Sums over the vocabulary, in fp32, and prices of packed against lone documents, in nats.
+# Largest error in fp32 of a distribution's sum, and in nats of a price in another pack.
 TOLERANCE = 1e-4
-# Training ends with a whole step, so a little over its time.
+# Training ends with a whole step, so slightly after its time: a share of the budget.
 OVERSHOOT = 0.01
-# What methods that learn are tried on: the beginnings of a few documents, longer ones and more of
-# them where it is quick.
+# Text for probes of methods that learn: beginnings of a few documents; more and longer on a GPU.
 PROBE_DOCUMENTS, PROBE_TOKENS = 6, 160
 CUDA_PROBE_DOCUMENTS, CUDA_PROBE_TOKENS = 24, 320
-# What experts are tried on: enough of the stream that something comes again.
+# Text for probes of experts: long enough that passages repeat.
 HINT_TOKENS = 4096
-# Precisions of scoring, by what scores call them.
+# Precisions of matrix products, by their names in score files.
 PRODUCTS = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16)}
-# How far coded bits may lie from scored bits.
+# The largest relative difference of coded bits from scored bits.
 CODED_TOLERANCE = 0.01
 
 
@@ -64,7 +64,7 @@ def size(case: Case) -> Finding:
 
 
 def data_time(case: Case) -> Finding:
-    """R02, R04: whatever read training text to change the model is training, and in its time."""
+    """R02, R04: all work that reads training text to change the model fits the training time."""
     budget, spent = case.recipe.train.budget_seconds, sum(case.spent_seconds.values())
     parts = ", ".join(f"{name} {value:.1f}" for name, value in case.spent_seconds.items())
     if not budget:
@@ -82,12 +82,12 @@ def coverage(case: Case) -> Finding:
     """R12: every target of every document priced exactly once, in every score."""
     if not case.scores:
         return not_shown("coverage", "no score file in the run")
-    expected = _num_targets(case.data.val)
+    expected = num_targets_of(case.data.val).tolist()
     wrong = {}
     for method, score in case.scores.items():
-        found = [(e.document, e.num_targets) for e in score.entries]
-        if found != list(enumerate(expected)):
-            wrong[method] = len(set(found) ^ set(enumerate(expected)))
+        priced = [(e.document, e.num_targets) for e in score.entries]
+        if priced != list(enumerate(expected)):
+            wrong[method] = len(set(priced) ^ set(enumerate(expected)))
     return judge(
         "coverage",
         not wrong,
@@ -99,7 +99,7 @@ def coverage(case: Case) -> Finding:
 
 
 def byte_count(case: Case) -> Finding:
-    """R13: the denominator is the raw text's, counted again from the text itself."""
+    """R13: the denominator is the size of the raw text, counted again from the text itself."""
     if not case.scores:
         return not_shown("bytes", "no score file in the run")
     shard, tokenizer = case.data.val, case.data.tokenizer
@@ -132,7 +132,7 @@ def byte_count(case: Case) -> Finding:
 def _source_bytes(case: Case) -> int | None:
     manifest = case.data.manifest
     inputs = manifest["inputs"]
-    # An imported folder was made from tokens; there is no text to count.
+    # An imported folder was made from tokens, without text to count.
     if "reading" not in manifest:
         return None
     files = [Path(row["path"]) for row in inputs]
@@ -146,7 +146,7 @@ def _source_bytes(case: Case) -> int | None:
 
 
 def causality(case: Case) -> Finding:
-    """R08: no price changes when tokens after it do; documents do not see each other."""
+    """R08: no price depends on later tokens or on other documents."""
     predictor, vocab = case.open_predictor(), case.recipe.model.vocab_size
     shard = case.data.val
     lengths = np.diff(shard.starts, append=shard.num_tokens)
@@ -174,7 +174,7 @@ def causality(case: Case) -> Finding:
 
 
 def normalization(case: Case) -> Finding:
-    """R09: the prices of all possible next tokens are one distribution."""
+    """R09: the prices of all possible next tokens form one distribution."""
     predictor, vocab = case.open_predictor(), case.recipe.model.vocab_size
     document = np.array(case.data.val.doc(0))
     lengths = sorted({1, 2, min(len(document), 8), min(len(document), 32)})
@@ -194,12 +194,12 @@ def normalization(case: Case) -> Finding:
 
 
 def score_before_update(case: Case) -> Finding:
-    """R07, R10, R11: each target priced once, adaptation only behind it, nothing rescored."""
+    """R07, R10, R11: each target is priced once, and nothing learns from it before that."""
     scores = _learning(case)
     if not scores:
         return not_shown("score before update", "no adapted or mixed score in the run")
     shard, vocab = _probe_shard(case), case.recipe.model.vocab_size
-    totals = _num_targets(case.data.val)
+    totals = num_targets_of(case.data.val).tolist()
     wrong = {m: order.wrong_events(score, totals) for m, score in scores.items()}
     changed = {
         m: order.later_tokens_matter(_tracer(case, score), shard, vocab)
@@ -223,7 +223,7 @@ def score_before_update(case: Case) -> Finding:
 
 
 def decodable_order(case: Case) -> Finding:
-    """R12: no price knows how long a document will be; a decoder learns it at its end."""
+    """R12: no price depends on the length of a document, which a decoder learns at its end."""
     scores = _learning(case)
     if not scores:
         return not_shown("order", "no adapted or mixed score in the run")
@@ -236,7 +236,7 @@ def decodable_order(case: Case) -> Finding:
     return judge(
         "order",
         not bad,
-        f"{sum(changed.values())} prices changed when documents ended earlier behind them{said}",
+        f"{sum(changed.values())} prices changed when documents ended earlier after them{said}",
         changed_prices=changed,
         orders={m: score.order for m, score in scores.items()},
     )
@@ -247,7 +247,7 @@ def _learning(case: Case) -> dict[str, Score]:
 
 
 def probe_size(device: torch.device) -> tuple[int, int]:
-    """Documents that methods are tried on, and the most tokens of each."""
+    """The number of documents in a probe, and the most tokens of each."""
     if device.type == "cuda":
         return CUDA_PROBE_DOCUMENTS, CUDA_PROBE_TOKENS
     return PROBE_DOCUMENTS, PROBE_TOKENS
@@ -266,24 +266,17 @@ def _tracer(case: Case, score: Score) -> order.Trace:
     return trace
 
 
-def _num_targets(shard: Shard) -> list[int]:
-    totals = np.diff(shard.starts, append=shard.num_tokens)
-    # The last document is followed by nothing.
-    totals[-1] -= 1
-    return [int(total) for total in totals]
-
-
 def reproduction(case: Case) -> Finding:
-    """R16: this artifact, scored again, gives the ledger's bits."""
+    """R16: scoring the artifact again gives the same bits."""
     if "plain" not in case.scores:
         return not_shown("reproduction", "no plain score in the run")
     products = PRODUCTS.get(str(case.scores["plain"].how.get("products")))
     if products is None:
         return not_shown("reproduction", "the plain score does not say its precision")
-    scorer = Scorer(case.open_predictor(products), case.data.val, case.runtime, Clock())
-    pristine = scorer.predictor.state_hash()
-    again = scorer.run(case.recipe.score)
-    unchanged = scorer.predictor.state_hash() == pristine
+    predictor, shard = case.open_predictor(products), case.data.val
+    pristine = predictor.state_hash()
+    again = Scorer(predictor, shard, case.runtime, Clock(), case.recipe.score).run()
+    unchanged = predictor.state_hash() == pristine
     error = abs(again.bits / case.scores["plain"].bits - 1)
     return judge(
         "reproduction",
@@ -295,7 +288,7 @@ def reproduction(case: Case) -> Finding:
 
 
 def coded_bits(case: Case) -> Finding:
-    """All of it at once: the text decodes from as many bits as the score says."""
+    """Proof of everything at once: the text decodes from as many bits as the score says."""
     if "plain" not in case.scores:
         return not_shown("coded bits", "no plain score in the run")
     shard, chosen, tokens = case.data.val, [], 0
@@ -333,7 +326,7 @@ RULES: tuple[Callable[[Case], Finding], ...] = (
 
 
 def run_audit(case: Case, on_rule: Callable[[Finding], None] | None = None) -> list[Finding]:
-    """Every rule in turn. What the scorer or the codec itself refuses is a fail, in its words."""
+    """All rules in turn. An error that a rule raises is a fail, with its message as the summary."""
     findings = []
     for rule in RULES:
         started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The composition root: recipe and weights -> model, predictor, scoring method.
+"""The composition root: it builds models, predictors and scores from a recipe and its levers.
 
-Only this package knows both stages and levers.
+Other packages see levers only as the hooks that this package plugs in.
 """

@@ -1,4 +1,4 @@
-"""From an artifact's file to what it holds; its tokenizer, which must fit."""
+"""Read an artifact's file, and build its tokenizer, which must fit its model and the data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from underpar.errors import ArtifactError, DataError
 
 
 def build_tokenizer(artifact: Artifact) -> Tokenizer:
-    """The artifact's tokenizer, which must fit its model."""
+    """The artifact's tokenizer; one that does not fit its model is refused."""
     try:
         tokenizer = open_tokenizer(artifact.tokenizer, transform_of(artifact.recipe))
     except DataError as error:
@@ -28,7 +28,7 @@ def build_tokenizer(artifact: Artifact) -> Tokenizer:
 def read_artifact(path: Path) -> tuple[Artifact, str]:
     """The artifact in a file and the SHA-256 of that file, in hex.
 
-    A tokenizer that the artifact only names lies beside it, as tokenizer.model.
+    If the artifact only names its tokenizer, the file tokenizer.model beside it holds it.
     """
     try:
         data = path.read_bytes()
@@ -44,11 +44,11 @@ def read_artifact(path: Path) -> tuple[Artifact, str]:
 
 
 def require_same_tokenizer(artifact: Artifact, tokenizer: Tokenizer) -> None:
-    """Refuse data that another tokenizer made."""
-    own = build_tokenizer(artifact).identity
-    if own != tokenizer.identity:
+    """Refuse data that were built with another tokenizer."""
+    identity = build_tokenizer(artifact).identity
+    if identity != tokenizer.identity:
         raise ArtifactError(
-            f"artifact has tokenizer {own[:12]}, the data were built with "
+            f"artifact has tokenizer {identity[:12]}, the data were built with "
             f"{tokenizer.identity[:12]} (transform {tokenizer.transform_name}); build the data "
             "with the artifact's tokenizer"
         )

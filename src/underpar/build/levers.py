@@ -1,4 +1,4 @@
-"""Levers of a recipe: found by name, their settings checked, plugged in by stage."""
+"""A recipe's levers: find them by name, check their settings, and plug them in by stage."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from underpar.seams import LeverModule
 
 
 def lever_names() -> list[str]:
-    """Every lever, in the order in which levers at one seam act."""
+    """All levers, in the order in which levers at one seam act."""
     return list(LEVERS)
 
 
 def find_lever(name: str) -> LeverModule:
-    """The module of a lever; an unknown name is refused with the nearest one."""
+    """The module of a lever; the error for an unknown name suggests the nearest one."""
     require_known(name, list(LEVERS), f"unknown lever {name!r}")
     return lever_module(name)
 
 
-# Rows, widths and lengths that levers may ask for: a foreign recipe is checked before it is built.
+# The largest number in a lever's settings. A recipe from a stranger is checked before anything of
+# that size is allocated.
 LARGEST_SIZE = 1 << 24
 
 
@@ -50,21 +51,20 @@ def _check_sizes(name: str, settings: Any) -> None:
 
 
 def resolve_levers(recipe: Recipe) -> Recipe:
-    """The recipe with every lever's defaults written out, so that its hash covers them."""
+    """The recipe with all defaults of its levers written out, so that its hash covers them."""
     settings = lever_settings(recipe)
     return replace(recipe, levers={name: asdict(s) for name, s in settings.items()})
 
 
 def plug_levers(recipe: Recipe, stage: str) -> dict[str, Any]:
     """The recipe's levers of one stage, built from their settings, by name."""
-    plugged = {}
-    given = lever_settings(recipe)
-    # The table's order, not the recipe's: it is the order in which levers at one seam act.
-    for name, settings in ((name, given[name]) for name in LEVERS if name in given):
-        module = lever_module(name)
-        if stage == module.STAGE:
-            plugged[name] = plug_lever(name, settings, recipe.model)
-    return plugged
+    settings = lever_settings(recipe)
+    # Not in the recipe's order: LEVERS has the order in which levers at one seam act.
+    return {
+        name: plug_lever(name, settings[name], recipe.model)
+        for name in LEVERS
+        if name in settings and stage == lever_module(name).STAGE
+    }
 
 
 def plug_lever(name: str, settings: Any, spec: ModelSpec) -> Any:
@@ -80,7 +80,7 @@ def plug_lever(name: str, settings: Any, spec: ModelSpec) -> Any:
 
 
 def transform_of(recipe: Recipe) -> str:
-    """Name of the recipe's text transform, the lever of stage "data"; "identity" without one."""
+    """The name of the recipe's text transform, a lever of stage "data"; else "identity"."""
     names = list(plug_levers(recipe, "data"))
     require(len(names) < 2, f"levers {' and '.join(names)}: one text transform at a time")
     return names[0] if names else IDENTITY

@@ -1,4 +1,4 @@
-"""Recipe and weights -> network and predictor, with levers plugged in."""
+"""Build the network and the predictor of a recipe or an artifact, with levers plugged in."""
 
 from __future__ import annotations
 
@@ -27,24 +27,26 @@ def build_model(recipe: Recipe) -> GPT:
 
 def weight_shapes(recipe: Recipe) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every weight, without allocating any."""
-    with torch.device("meta"), _WithoutNumbers():
+    with torch.device("meta"), _ShapesOnly():
         model = build_model(recipe)
     return {name: tuple(t.shape) for name, t in model.state_dict().items()}
 
 
-class _WithoutNumbers(TorchFunctionMode):
-    """Inside, nothing is drawn, and ranges are made on the CPU.
+class _ShapesOnly(TorchFunctionMode):
+    """Inside, random initialization does nothing, and `torch.arange` makes CPU tensors.
 
-    For tensors without memory torch would load its compiler to do so, which takes seconds.
+    "meta" tensors have a shape but no memory. To initialize one, or to make a range of them, torch
+    would import its compiler. That takes seconds, and every command that checks a recipe would wait
+    for it.
     """
 
-    DRAWS = (nn.init.kaiming_uniform_, nn.init.normal_, Tensor.normal_, Tensor.uniform_)
+    RANDOM = (nn.init.kaiming_uniform_, nn.init.normal_, Tensor.normal_, Tensor.uniform_)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in self.DRAWS:
+        if func in self.RANDOM:
             return args[0] if args else kwargs["tensor"]
         return func(*args, **({"device": "cpu"} if func is torch.arange else {}) | dict(kwargs))
 
@@ -55,13 +57,12 @@ def build_predictor(
     adapters: Sequence[Adapter] = (),
     dtype: torch.dtype = torch.float32,
 ) -> Predictor:
-    """The predictor of an artifact: dequantized weights, strictly loaded; products in `dtype`."""
+    """The predictor of an artifact, with its dequantized weights; matrix products in `dtype`."""
     expected = weight_shapes(artifact.recipe)
-    found = {name: t.shape for name, t in artifact.tensors.items()}
-    if found != expected:
-        wrong = sorted(
-            {n for n in expected.keys() | found.keys() if expected.get(n) != found.get(n)}
-        )
+    shapes = {name: t.shape for name, t in artifact.tensors.items()}
+    if shapes != expected:
+        names = {**expected, **shapes}
+        wrong = sorted(name for name in names if expected.get(name) != shapes.get(name))
         raise ArtifactError(f"artifact's tensors do not fit its recipe: {', '.join(wrong[:3])}")
     model = build_model(artifact.recipe)
     weights = {name: torch.from_numpy(dequantize(t)) for name, t in artifact.tensors.items()}

@@ -1,7 +1,13 @@
-"""A method of scoring, from its name to a score: which levers act, and which engine runs them."""
+"""From a scoring method to a score: which levers act, and which engine runs the loop.
+
+The path of a score is `cli/judge.score`, `stages/score.score`, `run_method` here, then one of two
+engines: `score/scorer.py` for documents, windows and adapters that follow the stream, or
+`score/ttt/scorer.py` for adapters of each document.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
@@ -19,20 +25,17 @@ from underpar.recipe import Recipe, Tree, from_tree, merge, nearest, parse_overr
 from underpar.score.ledger import Score
 from underpar.score.method import ADAPT, PUBLISHED, Method, method_from_dict
 from underpar.score.scorer import Scorer
-from underpar.score.tally import OnCommit
+from underpar.score.tally import OnCommit, OnShare
 
 if TYPE_CHECKING:
     from underpar.score.partial import Partial
 
-# (share of the targets done, bits per byte so far)
-OnShare = Callable[[float, float], None]
-
 
 @dataclass(frozen=True)
-class Way:
-    """A method and what it runs on; `on_share` hears how far it is, `on_commit` of every price.
+class ScoringRequest:
+    """A method, the machine to run it on, and who is told of progress and prices.
 
-    With a `partial` it may be stopped, and continues where it was.
+    With a `partial` the score may be stopped and continued. `now` is the clock of time limits.
     """
 
     method: Method
@@ -41,14 +44,15 @@ class Way:
     on_share: OnShare | None = None
     on_commit: OnCommit | None = None
     partial: Partial | None = None
+    now: Callable[[], float] = time.monotonic
 
 
 def open_method(
     recipe: Recipe, method: Method, changes: Sequence[str] = ()
 ) -> tuple[Method, Recipe]:
-    """The method with its levers, and the recipe with their settings: its own, or defaults.
+    """The method with its levers, and the recipe with their settings (its own, or the defaults).
 
-    `changes` are values of these levers or of [score], "levers.lora_ttt.rank=40".
+    `changes` set values of these levers or of [score], as in "levers.lora_ttt.rank=40".
     """
     if method.name == ADAPT.name and not method.levers:
         method = replace(method, levers=tuple(plug_levers(recipe, "infer")))
@@ -63,20 +67,20 @@ def open_method(
     tree = to_tree(recipe)
     tree["levers"] = {**{name: {} for name in method.levers}, **tree["levers"]}
     for change in changes:
-        asked = parse_override(change)
-        if not _is_about(method, asked):
+        override = parse_override(change)
+        if not _is_about(method, override):
             raise RecipeError(f"--set {change}: expected a value of a lever of --with, or of score")
-        tree = merge(tree, asked)
-    found = resolve_levers(from_tree(tree))
-    _check(method, _levers_of(method, found))
-    _require_packed(method, found, recipe)
-    return method, found
+        tree = merge(tree, override)
+    resolved = resolve_levers(from_tree(tree))
+    _check(method, _levers_of(method, resolved))
+    _require_packed(method, resolved, recipe)
+    return method, resolved
 
 
-def _is_about(method: Method, asked: Tree) -> bool:
-    """True where all that is asked concerns [score] or the method's levers, and drops none."""
-    levers = asked.get("levers", {})
-    if not isinstance(levers, Mapping) or set(asked) - {"levers", "score"}:
+def _is_about(method: Method, override: Tree) -> bool:
+    """True if an override changes only [score] and the method's levers, and drops no lever."""
+    levers = override.get("levers", {})
+    if not isinstance(levers, Mapping) or set(override) - {"levers", "score"}:
         return False
     return all(name in method.levers and table is not False for name, table in levers.items())
 
@@ -86,32 +90,38 @@ def _levers_of(method: Method, recipe: Recipe) -> dict[str, Any]:
     return {name: lever for name, lever in plugged.items() if name in method.levers}
 
 
-def run_method(artifact: Artifact, shard: Shard, way: Way) -> Score:
-    """Score a shard; the artifact's recipe has the levers of the method (`open_method`)."""
-    method, runtime = way.method, way.runtime
+def run_method(artifact: Artifact, shard: Shard, request: ScoringRequest) -> Score:
+    """Score a shard; the artifact's recipe has the method's levers (`open_method`)."""
+    method, runtime, clock = request.method, request.runtime, request.clock
     levers = _levers_of(method, artifact.recipe)
     _check(method, levers)
     adapters = having(levers, "parameters")
-    mixture = Mixture(having(levers, "propose"))
-    if having(levers, "lora"):
+    lora = having(levers, "lora")
+    if lora:
         warm_compiler(runtime)
     predictor = build_predictor(artifact, runtime.device, adapters, runtime.dtype)
     for lever in having(levers, "classes"):
         lever.attach(predictor.model)
-    if lora := having(levers, "lora"):
+    mixture = Mixture(having(levers, "propose"))
+    reports = (request.on_share, request.on_commit, request.partial, request.now)
+    if lora:
+        # Imported by name, because the counted script contains every module that is imported
+        # otherwise. `submit/bundle.py` adds this engine if a lever of the recipe has an ENGINE.
+        engine = import_module(lora[0].engine).DocumentScorer
         phases = next(iter(having(levers, "boundaries")), None)
-        make = import_module(lora[0].engine).DocumentScorer
-        engine = make(predictor, shard, runtime, way.clock, mixture, phases)
-        engine.on_commit, engine.partial = way.on_commit, way.partial
-        score: Score = engine.run(method, lora[0].lora, way.on_share)
+        settings = lora[0].lora
+        scorer = engine(
+            predictor, shard, runtime, clock, settings, method, mixture, phases, *reports
+        )
     else:
-        scorer = Scorer(predictor, shard, runtime, way.clock, mixture, way.on_commit, way.partial)
-        score = scorer.run(artifact.recipe.score, bool(adapters), way.on_share, method)
+        part, adapts = artifact.recipe.score, bool(adapters)
+        scorer = Scorer(predictor, shard, runtime, clock, part, method, mixture, adapts, *reports)
+    score: Score = scorer.run()
     return replace(score, how=how_of(method, artifact.recipe, runtime))
 
 
 def how_of(method: Method, recipe: Recipe, runtime: Runtime) -> dict[str, Any]:
-    """The method with all of its settings, as a score tells them."""
+    """The method with all of its settings, as a score file records them."""
     return {
         **method.as_dict(),
         "settings": {name: recipe.levers[name] for name in _levers_of(method, recipe)},
@@ -126,7 +136,7 @@ def having(levers: Mapping[str, Any], seam: str) -> list[Any]:
 
 
 def _check(method: Method, levers: Mapping[str, Any]) -> None:
-    """Refuse what cannot be had together."""
+    """Refuse levers and options that exclude each other."""
     seams = ("lora", "parameters", "boundaries")
     lora, stream, phased = ([n for n in levers if hasattr(levers[n], seam)] for seam in seams)
     if lora and stream:
@@ -139,9 +149,9 @@ def _check(method: Method, levers: Mapping[str, Any]) -> None:
         raise RuleError("the published order is that of documents that adapt: add --with lora_ttt")
 
 
-def _require_packed(method: Method, asked: Recipe, own: Recipe) -> None:
-    """Refuse fitted numbers that are not the artifact's: its bytes have to hold them."""
-    packed = plug_levers(own, "infer")
+def _require_packed(method: Method, asked: Recipe, packed_recipe: Recipe) -> None:
+    """Refuse fitted numbers that are not in the artifact, because its bytes must hold them."""
+    packed = plug_levers(packed_recipe, "infer")
     for name, lever in _levers_of(method, asked).items():
         if not hasattr(lever, "classes"):
             continue
@@ -153,7 +163,7 @@ def _require_packed(method: Method, asked: Recipe, own: Recipe) -> None:
 
 
 def mixture_of(score: Score, recipe: Recipe) -> Mixture:
-    """The experts of a score's method, set as they were."""
+    """The experts of a score's method, with the settings of that score."""
     return Mixture(having(_levers_of(*method_of(score, recipe)), "propose"))
 
 
@@ -165,7 +175,7 @@ def method_of(score: Score, recipe: Recipe) -> tuple[Method, Recipe]:
     method = method_from_dict(how)
     if not isinstance(settings, Mapping) or set(method.levers) - set(settings):
         raise RuleError(f"the score {score.method!r} does not say how its levers were set")
-    own = {"levers": {name: settings[name] for name in method.levers}, "score": part}
-    found = resolve_levers(from_tree(merge(to_tree(recipe), own)))
-    _require_packed(method, found, recipe)
-    return method, found
+    values = {"levers": {name: settings[name] for name in method.levers}, "score": part}
+    resolved = resolve_levers(from_tree(merge(to_tree(recipe), values)))
+    _require_packed(method, resolved, recipe)
+    return method, resolved

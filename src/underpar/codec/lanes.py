@@ -1,8 +1,8 @@
 """Documents <-> range-coded bytes, many lanes at a time.
 
-One loop, `drive`, serves both directions: it steps the predictor and asks `code` for each token.
-The encoder's `code` looks the token up and writes it, the decoder's reads it. Both therefore see
-the same floats from the same shapes in the same order, which is all that decoding needs.
+One loop, `drive`, serves both directions: it steps the predictor and calls `code` for each token.
+The encoder's `code` looks the token up and writes it; the decoder's `code` reads it. So both see
+the same floats, from the same shapes, in the same order. Decoding needs nothing else.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ OnTokens = Callable[[int], None]
 # A lane without a document.
 IDLE = -1
 
-# Always the same, whatever the machine has: sums may round differently on more threads, and steps
-# are too small to gain from many.
+# Fixed, because sums may round differently on another number of threads. Steps are too small to
+# gain from more.
 NUM_THREADS = 2
 
 
@@ -38,10 +38,10 @@ def drive(
     code: Code,
     on_tokens: OnTokens | None = None,
 ) -> None:
-    """Run every document through a lane; a lane that ends one takes the next.
+    """Run every document through a lane; a lane that ends a document takes the next one.
 
-    Idle lanes stay in the batch until half of it is idle, then they are dropped: the shape of each
-    step follows from what has been coded, so both directions take it alike.
+    Idle lanes stay in the batch until half of it is idle; then they are dropped. So the shape of
+    each step follows from the tokens coded before it, and both directions use the same shapes.
     """
     with threads(NUM_THREADS):
         _drive(predictor, num_documents, num_lanes, code, on_tokens)
@@ -76,10 +76,11 @@ def _drive(
 
 def probabilities(log_probs: torch.Tensor) -> np.ndarray:
     """Probabilities (L, V) in float64, each row summing to 1 to the last bits."""
-    # In torch, whose version the compressed file names; the integers after it are exact anywhere.
+    # Computed by torch, because the compressed file names its version. Integer arithmetic after
+    # this is the same on every machine.
     probs = log_probs.cpu().double().exp()
-    whole: np.ndarray = (probs / probs.sum(dim=1, keepdim=True)).numpy()
-    return whole
+    normalized: np.ndarray = (probs / probs.sum(dim=1, keepdim=True)).numpy()
+    return normalized
 
 
 def encode_documents(
@@ -88,7 +89,7 @@ def encode_documents(
     num_lanes: int,
     on_tokens: OnTokens | None = None,
 ) -> bytes:
-    """Range-coded tokens of the documents (without their BOS), each with its end."""
+    """Range-coded tokens of the documents (without their BOS), each with a BOS as its end."""
     coder = range_coder.Encoder()
     queues = [iter([*doc.tolist(), BOS_ID]) for doc in documents]
 

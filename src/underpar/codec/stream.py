@@ -4,8 +4,8 @@ Layout, little-endian: magic "UPZ1", u8 method (0 stored, 1 coded), 8 bytes of t
 SHA-256, u16 lanes, u32 documents, u64 raw length, 8 bytes of the raw data's SHA-256, u8 and text of
 the machine's fingerprint, u32 CRC-32 of the header, then the payload.
 
-Text that does not shrink is stored. Float probabilities are only equal on equal software, so the
-fingerprint travels along and another machine is refused unless the caller wants to try.
+Text that does not shrink is stored. Float probabilities are equal only on equal software, so the
+file names the machine that wrote it. Another machine is refused unless the caller wants to try.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ MAGIC = b"UPZ1"
 STORED, CODED = 0, 1
 FIXED = struct.Struct("<4sB8sHIQ8sB")
 
-# A lane for each so many tokens: more lanes step together, each begins without context.
+# One lane per this many tokens. More lanes are faster, but each begins without context.
 TOKENS_PER_LANE = 2048
 MAX_LANES = 64
 
 
 def fingerprint(device: torch.device) -> str:
-    """What float results depend on: library version, and device or instruction set."""
+    """Everything that float results depend on: torch version, and GPU or instruction set."""
     if device.type == "cuda":
         return f"torch {torch.__version__} {torch.cuda.get_device_name(device)}"
     return f"torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()}"
@@ -41,7 +41,7 @@ def fingerprint(device: torch.device) -> str:
 
 @dataclass(frozen=True)
 class Header:
-    """What a decoder must know before the first token."""
+    """The facts that a decoder needs before the first token."""
 
     method: int
     artifact: bytes
@@ -68,7 +68,7 @@ class Header:
 
 
 def read_header(data: bytes) -> tuple[Header, bytes]:
-    """Header and payload; a foreign or damaged header is refused."""
+    """Header and payload; other or damaged files are refused."""
     if len(data) < FIXED.size + 4 or data[:4] != MAGIC:
         raise CodecError("not an underpar compressed file (wrong magic)")
     _, method, artifact, lanes, documents, num_bytes, checksum, length = FIXED.unpack_from(data)
@@ -78,7 +78,7 @@ def read_header(data: bytes) -> tuple[Header, bytes]:
     machine = data[FIXED.size : end].decode("ascii", "replace")
     header = Header(method, artifact, lanes, documents, num_bytes, checksum, machine)
     payload = data[end + 4 :]
-    # One document a lane, none of them empty.
+    # One document per lane, none of them empty.
     plausible = 1 <= documents <= lanes <= MAX_LANES and documents <= num_bytes
     if method not in (STORED, CODED) or (method == CODED and not plausible):
         raise CodecError("compressed file's header makes no sense: damaged")
@@ -87,14 +87,14 @@ def read_header(data: bytes) -> tuple[Header, bytes]:
 
 @dataclass(frozen=True)
 class Codec:
-    """An artifact as a compressor. `identity` is the SHA-256 of its file, in hex."""
+    """A compressor made of an artifact. `identity` is the SHA-256 of its file, in hex."""
 
     predictor: Predictor
     tokenizer: Tokenizer
     identity: str
 
     def compress(self, data: bytes, on_tokens: OnTokens | None = None) -> bytes:
-        """`data` as a compressed file, decoded again before it is returned."""
+        """`data` as a compressed file; it is decoded as a check before it is returned."""
         tokens = self.tokenizer.encode(data)
         num_lanes = int(np.clip(len(tokens) // TOKENS_PER_LANE, 1, MAX_LANES))
         documents = [piece for piece in np.array_split(tokens, num_lanes) if len(piece)]
@@ -117,7 +117,7 @@ class Codec:
         return out
 
     def decompress(self, data: bytes, any_machine: bool = False) -> bytes:
-        """The bytes that `compress` was given; `any_machine` tries where floats may differ."""
+        """The original bytes; with `any_machine` even if floats may differ on this machine."""
         header, payload = read_header(data)
         if header.method == STORED:
             return self._checked(header, payload)
@@ -137,10 +137,10 @@ class Codec:
             payload,
             header.num_documents,
             header.num_lanes,
-            # A transform writes at most one operator for each byte.
+            # A text transform adds at most one operator per byte.
             max_tokens=2 * header.num_bytes,
         )
-        # Joined first: a lane may end between an operator and its word.
+        # Decoded as one text, because a lane may end between an operator and its word.
         tokens = np.concatenate([np.array(p, dtype=np.int64) for p in pieces])
         try:
             return self._checked(header, self.tokenizer.decode(tokens))
@@ -157,7 +157,7 @@ class Codec:
 def code_documents(
     codec: Codec, documents: list[np.ndarray], on_tokens: OnTokens | None = None
 ) -> int:
-    """Code whole documents (each with its BOS), decode them again; returns the payload's bits."""
+    """Code documents (each with its BOS) and decode them again; returns the bits of the payload."""
     bodies = [doc[1:] for doc in documents]
     lanes = min(MAX_LANES, len(bodies))
     payload = encode_documents(codec.predictor, bodies, lanes, on_tokens)

@@ -1,4 +1,4 @@
-"""What an expert is: it guesses single tokens, and its strength says how far it is believed."""
+"""Protocols of experts, which guess single tokens, and of strengths, which weight the guesses."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ Arrays = dict[str, npt.NDArray[Any]]
 
 @dataclass(frozen=True)
 class Proposals:
-    """What is expected at n targets, one token each."""
+    """An expert's guesses for n targets, one token each."""
 
+    # (n,) tokens, -1 for none; (n, K) for K experts side by side.
     hints: Ints
-    """(n,) tokens, -1 for none; (n, K) where K experts stand side by side."""
+    # The same shape, 0 to 1: how far the expert trusts its hint.
     confidence: Trust
-    """Of the same shape, 0 to 1: how far the expert trusts its hint."""
 
 
 class Strength(Protocol):
-    """How far an expert's hints are believed; it may learn from targets that were priced."""
+    """The weight of an expert's hints; it may learn from targets that were priced."""
 
     def open(self) -> None:
-        """Forget what was learnt."""
+        """Forget everything that was learnt."""
 
     def boost(self, confidence: Trust, log_p: Floats) -> Floats:
         """Nats (n,) added to the logits of hints that have log-probabilities `log_p` (n,)."""
 
     def settle(self, confidence: Trust, log_p: Floats, hit: npt.NDArray[np.bool_]) -> None:
-        """Learn from hints, once their targets are committed, which of them were right (n,)."""
+        """Learn which hints were right, `hit` (n,), once their targets are committed."""
 
     def state(self) -> Arrays:
-        """What a resumed scoring needs, by names of its own."""
+        """Everything that a resumed score needs, by name."""
 
     def load(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Put a state back."""
+        """Restore a state."""
 
 
 class Expert(Protocol):
-    """Infer stage, seam `propose`: guesses single tokens from what its histories have shown."""
+    """Infer stage, seam `propose`: guesses single tokens from the tokens of its histories."""
 
     strength: Strength
 
@@ -53,13 +53,13 @@ class Expert(Protocol):
         """Forget everything; make room for so many targets over all histories."""
 
     def propose(self, history: int, targets: Ints) -> Proposals:
-        """What is expected at each of the next targets (n,) of a history, then learn them.
+        """Guess each of the next targets (n,) of a history, and learn each one after its guess.
 
-        The proposal for a target depends on targets before it alone, of all histories.
+        The guess for a target depends only on targets before it, of all histories.
         """
 
     def state(self) -> Arrays:
-        """What a resumed scoring needs, by names of its own."""
+        """Everything that a resumed score needs, by name."""
 
     def load(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Put a state back, once opened with the sizes it was saved with."""
+        """Restore a state, after `open` with the same sizes."""

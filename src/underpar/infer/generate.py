@@ -1,4 +1,4 @@
-"""Write text: sample one token after another, as long as it pleases."""
+"""Write text: sample one token after another until the document ends or the limit is reached."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from underpar.infer.predictor import Predictor
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to choose: temperature 0 takes the likeliest token; top_p keeps the likeliest share."""
+    """Temperature 0 takes the likeliest token; `top_p` is the probability mass that is kept."""
 
     max_tokens: int = 200
     temperature: float = 0.8
@@ -37,13 +37,13 @@ class Sampling:
 
 
 def choose(log_probs: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """One token from log-probabilities (V,); top_p is nucleus sampling (arXiv:1904.09751)."""
+    """One token from log-probabilities (V,), by nucleus sampling (arXiv:1904.09751)."""
     if sampling.temperature == 0:
         return int(log_probs.argmax())
     # float64: a tiny temperature must not overflow.
     probs = (log_probs.cpu().double() / sampling.temperature).softmax(-1)
     ordered, tokens = probs.sort(descending=True)
-    # A token stays when those before it hold less than top_p: the first always does.
+    # A token stays if the tokens before it hold less than top_p; the first token always stays.
     kept = ordered * (ordered.cumsum(-1) - ordered < sampling.top_p)
     return int(tokens[torch.multinomial(kept, 1, generator=generator)])
 
@@ -51,7 +51,7 @@ def choose(log_probs: Tensor, sampling: Sampling, generator: torch.Generator) ->
 def generate(
     predictor: Predictor, tokenizer: Tokenizer, prompt: str, sampling: Sampling
 ) -> Iterator[str]:
-    """Yield the text after `prompt` as it is written; ends with the document or at max_tokens."""
+    """Yield the text after `prompt` in parts; it ends with the document or at max_tokens."""
     try:
         raw = prompt.encode()
     except UnicodeEncodeError as error:
@@ -69,7 +69,7 @@ def generate(
 
 
 class _Writer:
-    """Tokens to text as they come; behind a transform, word by word."""
+    """Turns tokens into text as they come; with a text transform, word by word."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -78,11 +78,11 @@ class _Writer:
         self._waiting = ""
         symbols = self._transform.symbols
         self._symbol = re.compile(f"[{symbols}]") if symbols else None
-        # Before an operator, or a space that belongs to none, nothing changes what came before.
+        # Text before an operator, or before a space that follows no operator, is final.
         self._cut = re.compile(f"(?<![{symbols}])(?=[ \n{symbols}])") if symbols else None
 
     def write(self, token: int) -> str:
-        """The text that is certain after one more token."""
+        """The text that is final after one more token."""
         self._waiting += self._utf8.decode(self._tokenizer.written([token]))
         if self._cut is None:
             end = len(self._waiting)
@@ -92,7 +92,7 @@ class _Writer:
         return self._read(text)
 
     def finish(self) -> str:
-        """What was still waiting."""
+        """The rest of the text."""
         text, self._waiting = self._waiting + self._utf8.decode(b"", final=True), ""
         return self._read(text)
 
@@ -100,13 +100,13 @@ class _Writer:
         try:
             return self._transform.inverse(written)
         except DataError:
-            # A model may write what no text gives; the words are still worth reading.
+            # The model may write operators that no text has; show the words without them.
             assert self._symbol is not None
             return self._symbol.sub("", written)
 
 
 class _Reader:
-    """One lane that has read `tokens`; a context that fills up begins again with its last half."""
+    """One lane that has read `tokens`; when its context is full, it reads the last half again."""
 
     def __init__(self, predictor: Predictor, tokens: list[int]) -> None:
         self._stepper = predictor.stepper(1)
@@ -116,7 +116,7 @@ class _Reader:
         self._restart()
 
     def read(self, token: int) -> None:
-        """Go on with `token`."""
+        """Append `token`."""
         self._tokens.append(token)
         if self._fed == self._context:
             self._restart()
@@ -125,7 +125,7 @@ class _Reader:
 
     def _restart(self) -> None:
         keep = self._context // 2
-        # The token before the half is fed first, so that what looks one back sees it.
+        # The token before that half comes first, so that levers that look one token back see it.
         for token in self._tokens[-keep - 1 : -keep]:
             self._feed(token)
         self._stepper.reset(torch.ones(1, dtype=torch.bool, device=self._device))

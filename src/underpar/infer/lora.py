@@ -1,85 +1,88 @@
-"""Low-rank adapters, one set a lane, which learn a document while it is read.
+"""Low-rank adapters, one set per lane, which learn a document while it is scored.
 
-y + (alpha / rank) B (A x) at each site of each visit (Hu et al. 2021, arXiv:2106.09685; for each
-document on its own PR 77, PR 1530; scale and warm A PR 1767; sites of PR 2014). All adapters of all
-lanes are columns of one buffer, and so are their gradients and second moments: an update is one
-pass over them. Products read a copy, in which A and B each have the root of the scale already.
+An adapter turns a product y of x into y + (alpha / rank) B (A x), at each site of each visit (Hu et
+al. 2021, arXiv:2106.09685; one set per document: PR 77, PR 1530; scale and warm A: PR 1767; sites:
+PR 2014). All adapters of a lane are one row of a buffer. Gradients and second moments have the same
+layout, so an update is one pass over three buffers. Products read a copy of the adapters in which A
+and B are each multiplied by the root of alpha / rank.
 """
 
 from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from underpar.model.gpt import GPT
-from underpar.recipe import ModelSpec
+from underpar.recipe import ModelSpec, require
 from underpar.seams import Visit
 
-# A site and the slot of the visit; the head has none.
-Place = tuple[str, int | None]
-
-
-class LoraSettings(Protocol):
-    """What adapters need to know; the lever `lora_ttt` settles it."""
-
-    @property
-    def sites(self) -> tuple[str, ...]:
-        """Products that have adapters, by the names of the seam `adjust`."""
-
-    @property
-    def rank(self) -> int:
-        """Rows of A."""
-
-    @property
-    def alpha(self) -> float:
-        """Scale of what adapters add, times the rank."""
-
-    @property
-    def lr(self) -> float:
-        """Step of AdamW."""
-
-    @property
-    def decay(self) -> float:
-        """Decoupled weight decay."""
-
-    @property
-    def decay_all(self) -> bool:
-        """Whether lanes that do not learn decay too."""
-
-    @property
-    def beta2(self) -> float:
-        """What second moments keep in a step."""
-
-    @property
-    def eps(self) -> float:
-        """Added to the root of a second moment."""
-
-    @property
-    def warm(self) -> bool:
-        """Whether a lane keeps its A from document to document."""
-
-    @property
-    def seed(self) -> int:
-        """Of the first A."""
+# Products that may have adapters, by the names of the seam `adjust`.
+SITES = ("q", "k", "v", "o", "mlp", "head")
+# Names one adapter: a site and the slot of the visit. The head has no slot.
+AdapterKey = tuple[str, int | None]
 
 
 @dataclass(frozen=True)
-class _Layout:
+class LoraSettings:
+    """How documents are read and what their adapters are; the lever `lora_ttt` explains each."""
+
+    sites: tuple[str, ...] = ("k", "o", "mlp", "head")
+    rank: int = 80
+    alpha: float = 144.0
+    lr: float = 7.5e-5
+    decay: float = 0.5
+    decay_all: bool = False
+    beta2: float = 0.99
+    eps: float = 1e-10
+    chunk: int = 48
+    short: tuple[str, ...] = ("256:8", "2000:24")
+    warm: bool = True
+    lanes: int = 64
+    keys: str = "kept"
+    seed: int = 0
+
+    def check(self, lever: str) -> None:
+        """Refuse values that make no sense, naming the lever that has them."""
+        where = f"levers.{lever}."
+        for site in self.sites:
+            require(site in SITES, f"{where}sites: {site!r} is not one of {', '.join(SITES)}")
+        once = 0 < len(self.sites) == len(set(self.sites))
+        require(once, f"{where}sites = {self.sites}: name one or more, each once")
+        for key in ("rank", "chunk", "lanes"):
+            value = getattr(self, key)
+            require(value > 0, f"{where}{key} = {value}: expected at least 1")
+        for key in ("alpha", "lr", "decay", "seed"):
+            value = getattr(self, key)
+            require(value >= 0, f"{where}{key} = {value}: expected 0 or more")
+        shrink = self.lr * self.decay
+        require(shrink < 1, f"{where}lr * decay = {shrink}: expected less than 1")
+        require(0 < self.beta2 < 1, f"{where}beta2 = {self.beta2}: expected between 0 and 1")
+        require(self.eps > 0, f"{where}eps = {self.eps}: expected more than 0")
+        for entry in self.short:
+            pair = re.fullmatch(r"[1-9]\d{0,8}:[1-9]\d{0,8}", entry)
+            require(pair is not None, f"{where}short: {entry!r} is not 'limit:chunk', as '256:8'")
+        known = self.keys in ("kept", "fresh")
+        require(known, f"{where}keys = {self.keys!r}: expected 'kept' or 'fresh'")
+
+
+@dataclass(frozen=True)
+class Layout:
     """Columns of the buffers: all A, then all B."""
 
     width: int
-    """Channels that every site reads."""
+    """Channels that every adapter reads."""
     rank: int
-    outs: dict[Place, int]
-    """Channels that each site writes."""
+    outs: dict[AdapterKey, int]
+    """Channels that each adapter writes."""
 
     @property
     def num_a(self) -> int:
@@ -91,26 +94,26 @@ class _Layout:
         """Columns of all A and B."""
         return self.num_a + self.rank * sum(self.outs.values())
 
-    def cut(self, flat: Tensor) -> dict[Place, tuple[Tensor, Tensor]]:
-        """A (L, r, in) and B (L, out, r) of each site, as views of flat (L, columns)."""
+    def cut(self, flat: Tensor) -> dict[AdapterKey, tuple[Tensor, Tensor]]:
+        """A (L, r, in) and B (L, out, r) of each adapter, as views of flat (L, columns)."""
         num = len(self.outs)
         sizes = [self.rank * self.width] * num + [out * self.rank for out in self.outs.values()]
         columns = flat.split(sizes, dim=1)
         pairs = zip(columns[:num], columns[num:], strict=True)
         return {
-            place: (a.unflatten(1, (self.rank, -1)), b.unflatten(1, (-1, self.rank)))
-            for place, (a, b) in zip(self.outs, pairs, strict=True)
+            key: (a.unflatten(1, (self.rank, -1)), b.unflatten(1, (-1, self.rank)))
+            for key, (a, b) in zip(self.outs, pairs, strict=True)
         }
 
 
-def _layout_of(model: GPT, settings: LoraSettings) -> _Layout:
+def _layout_of(model: GPT, settings: LoraSettings) -> Layout:
     spec = model.spec
-    places: list[Place] = [
+    keys: list[AdapterKey] = [
         (site, visit.slot) for visit in model.plan for site in settings.sites if site != "head"
     ]
-    places += [("head", None)] if "head" in settings.sites else []
-    outs = {place: _channels(spec)[place[0]] for place in places}
-    return _Layout(spec.dim, settings.rank, outs)
+    keys += [("head", None)] if "head" in settings.sites else []
+    outs = {key: _channels(spec)[key[0]] for key in keys}
+    return Layout(spec.dim, settings.rank, outs)
 
 
 def _channels(spec: ModelSpec) -> dict[str, int]:
@@ -121,7 +124,7 @@ def _channels(spec: ModelSpec) -> dict[str, int]:
 
 
 class Lora:
-    """Adapters of L lanes, a row each, with their optimiser; products run in `dtype`."""
+    """Adapters of L lanes, one row per lane, and their optimiser; products run in `dtype`."""
 
     def __init__(
         self,
@@ -132,112 +135,116 @@ class Lora:
         dtype: torch.dtype = torch.float32,
         compiled: bool = False,
     ) -> None:
-        """`lanes`: the number of each row's lane. `compiled`: the update is one kernel."""
+        """`lanes`: the lane number of each row. `compiled`: the update is one kernel."""
         self.settings = settings
         self.lanes = list(lanes)
         self._model = model
-        self._layout = _layout_of(model, settings)
-        self._weights = torch.zeros(len(lanes), self._layout.num_columns, device=device)
-        self._moments = torch.zeros_like(self._weights)
-        self._steps = torch.zeros(len(lanes), device=device)
+        self.layout = _layout_of(model, settings)
+        self.weights = torch.zeros(len(lanes), self.layout.num_columns, device=device)
+        self.moments = torch.zeros_like(self.weights)
+        self.steps = torch.zeros(len(lanes), device=device)
         for row, lane in enumerate(lanes):
             self._draw(row, lane)
-        self._root = math.sqrt(settings.alpha / settings.rank)
-        self._work = self._leaf(dtype)
-        # A and B of each place while they are attached: columns of what products read.
-        self._pairs: dict[Place, tuple[Tensor, Tensor]] = {}
-        self._descend: Callable[..., None] = _descend
+        self.root = math.sqrt(settings.alpha / settings.rank)
+        self.work = self._leaf(dtype)
+        # A and B of each adapter while attached: views of `_work`.
+        self._pairs: dict[AdapterKey, tuple[Tensor, Tensor]] = {}
+        self.adamw: Callable[..., None] = _adamw
         if compiled:
-            # Not tuned: trials of what writes in place begin with copies, of gigabytes here.
+            # No tuning: each trial of a kernel that writes in place begins with a copy of its
+            # buffers, which are gigabytes here.
             options: dict[str, Any] = {"triton.autotune_pointwise": False}
-            self._descend = torch.compile(_descend, fullgraph=True, options=options)
+            self.adamw = torch.compile(_adamw, fullgraph=True, options=options)
 
     @property
     def num_parameters(self) -> int:
         """Numbers that a lane learns."""
-        return self._layout.num_columns
+        return self.layout.num_columns
 
     @contextmanager
     def attached(self, rows: Tensor | None = None) -> Iterator[None]:
-        """Inside, the model's products are adjusted: all rows are read, or these alone, by index.
+        """Inside, the adapters act on the model's products: all rows, or these alone, by index.
 
-        Some rows are a copy, which is good to read with and not to learn.
+        Some rows are a copy: they serve to read, and gradients do not reach the adapters.
         """
-        own = self if rows is None else self._select(rows)
-        own._pairs = own._layout.cut(own._work)
+        adapters = self if rows is None else self._select(rows)
+        adapters._pairs = adapters.layout.cut(adapters.work)
         try:
-            with self._model.hooks.change(adjust=own.adjust):
+            with self._model.hooks.change(adjust=adapters.adjust):
                 yield
         finally:
-            own._pairs = {}
+            adapters._pairs = {}
 
     def adjust(self, site: str, visit: Visit | None, y: Tensor, x: Tensor) -> Tensor:
-        """y (N, out) and what the site's adapter makes of x (N, in); N = L * C, lane by lane."""
-        place = (site, None if visit is None else visit.slot)
-        if place not in self._pairs:
+        """y (N, out) plus what the adapter makes of x (N, in); N = L * C, lane by lane."""
+        key = (site, None if visit is None else visit.slot)
+        if key not in self._pairs:
             return y
-        a, b = self._pairs[place]
+        a, b = self._pairs[key]
         low = torch.bmm(x.to(a.dtype).unflatten(0, (len(a), -1)), a.mT)  # (L, C, r)
         return y.to(a.dtype) + torch.bmm(low, b.mT).flatten(0, 1)
 
     def differentiate(self, loss: Tensor) -> Tensor:
-        """Gradients (L, P) of a loss that was computed with all rows attached, as `update` wants
-        them: of what products read."""
-        return torch.autograd.grad(loss, self._work)[0]
+        """Gradients (L, P) for `update`, of a loss that was computed with all rows attached.
+
+        They are gradients of the copy that products read.
+        """
+        return torch.autograd.grad(loss, self.work)[0]
 
     @torch.no_grad()
     def update(self, active: Tensor, grads: Tensor | None = None) -> None:
         """One step of AdamW in the rows where `active` (L,) is true.
 
-        The others are left as they are, or with `decay_all` decay; without gradients nothing else
-        may happen.
+        Other rows stay as they are; with `decay_all` they decay. Without gradients no row may be
+        active.
         """
-        own, on = self.settings, active.float()
-        self._steps.add_(on)
-        # -expm1: 1 - beta2 ** steps without losing digits; 1 in lanes that rest.
-        fresh = 1 - on - on * torch.expm1(self._steps * math.log(own.beta2))
-        decaying = torch.ones_like(on) if own.decay_all else on
-        factors = ((1 - own.beta2) * on, fresh, 1 - own.lr * own.decay * decaying, own.lr * on)
-        self._step(torch.zeros_like(self._work) if grads is None else grads, *factors)
+        settings, on = self.settings, active.float()
+        self.steps.add_(on)
+        # 1 - beta2 ** steps, by expm1 so that no digits are lost; 1 in rows that are not active.
+        fresh = 1 - on - on * torch.expm1(self.steps * math.log(settings.beta2))
+        decays = torch.ones_like(on) if settings.decay_all else on
+        keep = 1 - settings.lr * settings.decay * decays
+        factors = ((1 - settings.beta2) * on, fresh, keep, settings.lr * on)
+        self._step(torch.zeros_like(self.work) if grads is None else grads, *factors)
 
     @torch.no_grad()
     def warm_up(self) -> None:
-        """Have the update compiled: a step that changes nothing."""
-        ones, zeros = torch.ones_like(self._steps), torch.zeros_like(self._steps)
-        self._step(torch.zeros_like(self._work), zeros, ones, ones, zeros)
+        """Compile the update by a step that changes nothing."""
+        ones, zeros = torch.ones_like(self.steps), torch.zeros_like(self.steps)
+        self._step(torch.zeros_like(self.work), zeros, ones, ones, zeros)
 
     def _step(self, grads: Tensor, *factors: Tensor) -> None:
         columns = tuple(factor[:, None] for factor in factors)
-        state = (self._weights, self._moments, self._work.detach())
-        self._descend(state, grads, columns, self.settings.eps, self._root)
+        state = (self.weights, self.moments, self.work.detach())
+        self.adamw(state, grads, columns, self.settings.eps, self.root)
 
     @torch.no_grad()
     def reset(self, rows: Sequence[int], documents: Sequence[int]) -> None:
-        """Begin these documents, by number: B and the optimiser start anew, A unless it is warm."""
+        """Begin these documents, by number: reset B, the optimiser, and A unless it is warm."""
         for row, document in zip(rows, documents, strict=True):
-            self._moments[row].zero_()
-            self._steps[row].zero_()
-            self._weights[row, self._layout.num_a :].zero_()
+            self.moments[row].zero_()
+            self.steps[row].zero_()
+            self.weights[row, self.layout.num_a :].zero_()
             if not self.settings.warm:
                 self._draw(row, document)
-            self._work[row].copy_(self._weights[row] * self._root)
+            self.work[row].copy_(self.weights[row] * self.root)
 
     @torch.no_grad()
     def renew(self) -> None:
-        """Begin as if nothing had been read, at the same addresses."""
-        for buffer in (self._weights, self._moments, self._steps):
+        """Reset all rows to their first state, in the same memory."""
+        for buffer in (self.weights, self.moments, self.steps):
             buffer.zero_()
         for row, lane in enumerate(self.lanes):
             self._draw(row, lane)
-        self._work.copy_(self._weights * self._root)
+        self.work.copy_(self.weights * self.root)
 
     def _draw(self, row: int, number: int) -> None:
-        """A of one row from seed and number alone, so that ranks may share lanes as they like."""
+        """Draw A of one row; it depends on seed and number alone, not on the number of ranks."""
         seeds = np.random.SeedSequence((self.settings.seed, number))
-        generator = torch.Generator(self._weights.device)
+        generator = torch.Generator(self.weights.device)
         generator.manual_seed(int(seeds.generate_state(1, np.uint64)[0]))
-        bound = self._layout.width**-0.5
-        self._weights[row, : self._layout.num_a].uniform_(-bound, bound, generator=generator)
+        bound = self.layout.width**-0.5
+        self.weights[row, : self.layout.num_a].uniform_(-bound, bound, generator=generator)
 
     def _select(self, rows: Tensor) -> Lora:
         other = copy.copy(self)
@@ -245,45 +252,45 @@ class Lora:
         return other
 
     def state(self) -> dict[str, Any]:
-        """All that is learnt, between two steps: live tensors."""
-        own = {"weights": self._weights, "moments": self._moments, "steps": self._steps}
-        return {"lanes": self.lanes, **own}
+        """Everything that was learnt, between two steps, as live tensors."""
+        buffers = {"weights": self.weights, "moments": self.moments, "steps": self.steps}
+        return {"lanes": self.lanes, **buffers}
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state of as many lanes, at the same addresses, or of fewer."""
+        """Restore a state of as many lanes, in the same memory, or of fewer lanes."""
         if len(state["lanes"]) < len(self.lanes):
-            self.keep(torch.arange(len(state["lanes"]), device=self._weights.device))
+            self.keep(torch.arange(len(state["lanes"]), device=self.weights.device))
         self.lanes = state["lanes"]
-        self._weights.copy_(state["weights"])
-        self._moments.copy_(state["moments"])
-        self._steps.copy_(state["steps"])
-        self._work.copy_(self._weights * self._root)
+        self.weights.copy_(state["weights"])
+        self.moments.copy_(state["moments"])
+        self.steps.copy_(state["steps"])
+        self.work.copy_(self.weights * self.root)
 
     def keep(self, rows: Tensor) -> None:
-        """Drop all rows but these, by index, after an update."""
+        """Keep only these rows, by index, after an update."""
         self.lanes = [self.lanes[row] for row in rows.tolist()]
-        self._weights = self._weights[rows]
-        self._moments = self._moments[rows]
-        self._steps = self._steps[rows]
-        self._work = self._leaf(self._work.dtype)
+        self.weights = self.weights[rows]
+        self.moments = self.moments[rows]
+        self.steps = self.steps[rows]
+        self.work = self._leaf(self.work.dtype)
 
     def _leaf(self, dtype: torch.dtype) -> Tensor:
-        """What products read, as something that has gradients."""
-        return (self._weights * self._root).to(dtype).requires_grad_()
+        """The copy that products read, a leaf for gradients."""
+        return (self.weights * self.root).to(dtype).requires_grad_()
 
 
-def _descend(
+def _adamw(
     state: tuple[Tensor, Tensor, Tensor],
     grads: Tensor,
     factors: tuple[Tensor, Tensor, Tensor, Tensor],
     eps: float,
     root: float,
 ) -> None:
-    """AdamW with beta1 = 0 on all columns (L, P), with factors (L, 1) for each lane.
+    """AdamW with beta1 = 0 on all columns (L, P), with factors (L, 1) per lane.
 
-    v += share (g^2 - v); p = keep p - rate g / (sqrt(v / fresh) + eps), and p for products: times
-    `root`, as gradients are of what products read.
+    v += share (g^2 - v); p = keep p - rate g / (sqrt(v / fresh) + eps). Products read p times
+    `root`, so gradients of that copy are multiplied by `root` too.
     """
     weights, moments, work = state
     share, fresh, keep, rate = factors

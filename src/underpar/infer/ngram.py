@@ -1,9 +1,9 @@
-"""Experts that propose the next token from what their histories have shown so far.
+"""Experts that guess the next token from the tokens of their histories.
 
-`CountExpert` counts what follows each context (the causal token expert of PR 1514 and PR 2135);
-`MatchExpert` follows the last passage that agrees with the end of the history (the match model of
-PAQ, Mahoney 2005). Both share one memory over all histories, and a proposal is made before its
-target is looked at. Without Numba they are slow and propose the same.
+`CountExpert` counts which tokens follow each context (the causal token expert of PR 1514 and PR
+2135). `MatchExpert` follows the last passage that agrees with the end of the history (the match
+model of PAQ, Mahoney 2005). Each has one memory for all histories, and guesses before it reads the
+target. Without Numba the guesses are the same, but slow.
 """
 
 from __future__ import annotations
@@ -21,25 +21,26 @@ from underpar.infer.scans import (
     TOTAL,
     Counts,
     Gate,
-    Places,
+    Links,
     Trail,
     compiled,
     scan_counts,
     scan_matches,
 )
 
-# Far longer than any context that tells more than the one before it.
+# Longer contexts do not improve a guess.
 LONGEST_CONTEXT = 64
-# Rows of a table, in bits: 27 of counts take 2 GB, enough for 73 million contexts.
+# The number of rows of a table, as a power of two: 2^27 rows of counts take 2 GB, enough for 73
+# million contexts.
 MIN_BITS, MAX_BITS = 12, 27
-# Share of the rows that the targets of a stream may take, and that any may.
+# The share of rows that a stream is expected to fill, and the share that may be filled.
 TYPICAL_LOAD, LARGEST_LOAD = 0.55, 0.75
-# So many tokens that agree halve the doubt in a match.
+# This many tokens that agree halve the doubt in a match.
 _TOKENS_PER_BIT = 5
 
 
 class Histories:
-    """The ends of all histories, side by side."""
+    """The last tokens of all histories, as hashes."""
 
     def __init__(self, lengths: tuple[int, ...], num_histories: int) -> None:
         self._lengths = np.array(sorted(lengths, reverse=True), dtype=np.int64)
@@ -53,26 +54,26 @@ class Histories:
         }
 
     def trail(self, history: int) -> Trail:
-        """A view of one history's end, which a scan moves on."""
+        """A view of one history's end; a scan updates it."""
         return Trail(self._lengths, self._powers, *(a[history] for a in self.arrays.values()))
 
 
 def table_bits(num_entries: int) -> int:
-    """Bits of a row number, so that so many entries leave the table loosely filled."""
+    """The number of rows for this many entries, as a power of two."""
     wanted = int(np.ceil(np.log2(max(num_entries, 1) / TYPICAL_LOAD)))
     return min(max(wanted, MIN_BITS), MAX_BITS)
 
 
 def as_tokens(targets: npt.ArrayLike) -> Ints:
-    """The targets as scans are compiled for them: a fresh array, whatever they came in."""
+    """The targets as a new int64 array, the type that scans are compiled for."""
     return np.array(targets, dtype=np.int64)
 
 
 class CountExpert:
-    """The best token behind the longest of several contexts that passes a gate.
+    """Guesses the most frequent token after the longest context that passes a gate.
 
-    `lengths` are those of the contexts. A full table goes on counting what it knows and takes
-    nothing new.
+    `lengths` are the lengths of the contexts. A full table counts known contexts and takes no new
+    ones.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class CountExpert:
         self._histories = Histories(self.lengths, num_histories)
 
     def propose(self, history: int, targets: Ints) -> Proposals:
-        """What is expected at each of the next targets (n,) of a history, given those before."""
+        """A guess for each of the next targets (n,) of a history, from the targets before it."""
         hints = np.empty(len(targets), dtype=np.int64)
         confidence = np.empty(len(targets), dtype=np.float32)
         trail = self._histories.trail(history)
@@ -101,13 +102,13 @@ class CountExpert:
         return Proposals(hints, confidence)
 
     def state(self) -> Arrays:
-        """All counts, as copies; a stream goes on from them after `load`."""
+        """All counts, as copies."""
         taken = np.flatnonzero(self._counts.rows[:, TOTAL])
         state: Arrays = {"taken": taken, "rows": self._counts.rows[taken]}
         return state | {name: a.copy() for name, a in self._histories.arrays.items()}
 
     def load(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Put a state back, once opened with the sizes it was saved with."""
+        """Restore a state, after `open` with the same sizes."""
         self._counts.rows[:] = 0
         self._counts.rows[state["taken"]] = state["rows"]
         self._counts.used[0] = len(state["taken"])
@@ -116,9 +117,9 @@ class CountExpert:
 
 
 class MatchExpert:
-    """The token behind the last passage that agrees; the longer it agrees, the surer.
+    """Guesses the token after the last passage that agrees; a longer match gives more confidence.
 
-    A passage is found by its last tokens, as many as the shortest of `lengths`, then followed.
+    A passage is found by the hash of its last tokens, for each of `lengths`, and then followed.
     """
 
     def __init__(self, lengths: tuple[int, ...], strength: Strength, plain: bool = False) -> None:
@@ -131,34 +132,34 @@ class MatchExpert:
         self._scan = scan_matches if self._plain else compiled(scan_matches)
         bits = table_bits(num_targets * len(self.lengths))
         rows = np.zeros((1 << bits, 2), dtype=np.int32)
-        assert num_targets < 1 << 31, "places are 32 bits wide"
+        assert num_targets < 1 << 31, "positions are 32 bits wide"
         tokens, after = (np.zeros(num_targets + 1, dtype=np.int32) for _ in range(2))
-        self._places = Places(rows, tokens, after, np.zeros(1, dtype=np.int64))
+        self._links = Links(rows, tokens, after, np.zeros(1, dtype=np.int64))
         self._histories = Histories(self.lengths, num_histories)
         self._matches = np.zeros((num_histories, 3), dtype=np.int64)
 
     def propose(self, history: int, targets: Ints) -> Proposals:
-        """What is expected at each of the next targets (n,) of a history, given those before."""
-        room = len(self._places.tokens) - 1 - int(self._places.used[0])
+        """A guess for each of the next targets (n,) of a history, from the targets before it."""
+        room = len(self._links.tokens) - 1 - int(self._links.used[0])
         assert len(targets) <= room, f"{len(targets)} targets, opened for {room} more"
         hints, agreed = (np.empty(len(targets), dtype=np.int64) for _ in range(2))
         trail = self._histories.trail(history)
-        self._scan(as_tokens(targets), self._places, trail, self._matches[history], hints, agreed)
+        self._scan(as_tokens(targets), self._links, trail, self._matches[history], hints, agreed)
         longest = np.minimum(agreed, max(self.lengths))
         confidence = 1 - np.exp2(-longest / _TOKENS_PER_BIT)
         return Proposals(hints, confidence.astype(np.float32))
 
     def state(self) -> Arrays:
-        """All places, as copies; a stream goes on from them after `load`."""
+        """All tokens and their links, as copies."""
         return {name: array.copy() for name, array in self._arrays().items()}
 
     def load(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Put a state back, once opened with the sizes it was saved with."""
+        """Restore a state, after `open` with the same sizes."""
         for name, array in self._arrays().items():
             array[:] = state[name]
 
     def _arrays(self) -> Arrays:
-        places = self._places
-        own: Arrays = {"rows": places.rows, "tokens": places.tokens, "after": places.after}
-        own |= {"used": places.used, "matches": self._matches}
-        return own | self._histories.arrays
+        links = self._links
+        arrays: Arrays = {"rows": links.rows, "tokens": links.tokens, "after": links.after}
+        arrays |= {"used": links.used, "matches": self._matches}
+        return arrays | self._histories.arrays

@@ -1,14 +1,23 @@
-"""The predictor: the only source of probabilities. What it prices is what can be decoded.
+"""The predictor: the only source of probabilities. A price it gives is a price a decoder can have.
 
-`price` and `nll` price a pack of documents at once, `adapt` learns from the pack that was priced
-last and from no other, `stepper` predicts one token of each lane at a time for the codec and for
-generation.
+Every probability of this package is computed by `log_probs_of`, from hidden states of the same
+network:
+
+- `price` and `nll` price a pack of whole documents; `adapt` then learns from that pack and from no
+  other (`score/scorer.py`).
+- `price_step` prices one chunk of each lane and returns a loss with gradients
+  (`score/ttt/lanes.py`).
+- `stepper` predicts the next token of each lane (`codec/lanes.py`, `infer/generate.py`).
+
+Different shapes may round differently, so the three ways agree within 1e-4 nats per target, not
+bit for bit.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -20,11 +29,34 @@ from underpar.infer.sgd import backward, gradients_on, products
 from underpar.model.gpt import GPT
 from underpar.model.kv_cache import LaneCache, PackedCache
 from underpar.model.sliced_head import ROWS
-from underpar.seams import Adapter
+from underpar.seams import Adapter, KVCache
+
+if TYPE_CHECKING:
+    from underpar.infer.step import StepInputs, StepOutputs
+
+
+def log_probs_of(
+    model: GPT, hidden: Tensor, wanted: Tensor | None = None, fused: bool = False
+) -> Tensor:
+    """Log-probabilities in nats after hidden states (N, dim): the one place that computes them.
+
+    With `wanted` (N, K) those of these tokens, 0 or less; a token of -1 stands for none and gets 0.
+    Without it those of all tokens (N, V). `fused`: with the formulas made for compilers.
+    """
+    # Sums over the vocabulary are in fp32, whatever precision matrix products run in.
+    log_probs = F.log_softmax(model.head(hidden, fused).float(), dim=-1)
+    if wanted is None:
+        return log_probs
+    # Rounding may put a certain token above 0.
+    chosen = log_probs.gather(1, wanted.clamp(min=0)).clamp(max=0.0)
+    return chosen.masked_fill(wanted < 0, 0.0)
 
 
 class Predictor:
-    """A model and the adapters of its recipe, which alone change it; products run in `dtype`."""
+    """A model and its recipe's adapters, which alone may change it.
+
+    Matrix products run in `dtype`.
+    """
 
     def __init__(
         self,
@@ -44,57 +76,64 @@ class Predictor:
 
     @property
     def context(self) -> int:
-        """Most tokens a prediction may look back on."""
+        """The most tokens that a prediction may look back on."""
         return self.model.spec.context
 
     @torch.no_grad()
     def log_probs(self, batch: Batch) -> Tensor:
-        """Log-probabilities (N, V) in nats of every next token, each from its past alone."""
-        return self._log_softmax(self._hidden(batch))
+        """Log-probabilities (N, V) in nats of every possible next token."""
+        with products(self.device, self.dtype):
+            return log_probs_of(self.model, self._hidden(batch))
 
     @torch.no_grad()
     def price(self, batch: Batch, tokens: Tensor | None = None) -> Tensor:
-        """Log-probabilities (N, 1 + K) in nats, 0 or less: of targets, then of `tokens` (N, K).
+        """Log-probabilities (N, 1 + K) in nats: of the targets, then of `tokens` (N, K).
 
-        A token of -1 is none, and gets 0. From here on the batch counts as priced.
+        A token of -1 stands for none and gets 0. After this call the batch counts as priced.
         """
-        hidden, wanted = self._hidden(batch), batch.targets.to(self.device)[:, None]
+        wanted = batch.targets.to(self.device)[:, None]
         if tokens is not None:
             wanted = torch.cat((wanted, tokens.to(self.device)), dim=1)
-        logs = [
-            self._log_softmax(x).gather(1, w.clamp(min=0)).clamp(max=0.0)
-            for x, w in zip(hidden.split(ROWS), wanted.split(ROWS), strict=True)
-        ]
+        with products(self.device, self.dtype):
+            slices = zip(self._hidden(batch).split(ROWS), wanted.split(ROWS), strict=True)
+            log_p = torch.cat([log_probs_of(self.model, *pair) for pair in slices])
         self._priced = batch
-        return torch.cat(logs).masked_fill(wanted < 0, 0.0)
+        return log_p
 
     def nll(self, batch: Batch) -> Tensor:
-        """Nats (N,) of the batch's targets. From here on the batch counts as priced."""
+        """Nats (N,) of the batch's targets. After this call the batch counts as priced."""
         return -self.price(batch)[:, 0]
+
+    def price_step(
+        self,
+        forward: Callable[[GPT, StepInputs, KVCache], StepOutputs],
+        inputs: StepInputs,
+        cache: KVCache,
+    ) -> StepOutputs:
+        """Log-probabilities and loss of one step of lanes, with gradients where they are enabled.
+
+        `forward` is `infer.step.forward_step` or its compiled form, `score.ttt.forward`.
+        """
+        with products(self.device, self.dtype):
+            return forward(self.model, inputs, cache)
 
     def _hidden(self, batch: Batch) -> Tensor:
         batch = batch.to(self.device)
-        with products(self.device, self.dtype):
-            return self.model.hidden(batch.inputs, PackedCache(batch.segments))
-
-    def _log_softmax(self, hidden: Tensor) -> Tensor:
-        with products(self.device, self.dtype):
-            logits = self.model.head(hidden)
-        return F.log_softmax(logits.float(), dim=-1)
+        return self.model.hidden(batch.inputs, PackedCache(batch.segments))
 
     def adapt(self, batch: Batch) -> None:
-        """Learn from `batch`, which must be the one priced last; it can be used once."""
+        """Learn from `batch`: the one that was priced last, and only once."""
         if batch is not self._priced:
             raise RuleError("adapt was given tokens that have not been priced; score them first")
         self._priced = None
         batch = batch.to(self.device)
         for epoch in range(max((adapter.epochs for adapter in self._adapters), default=0)):
             pairs = zip(self._adapters, self._shares, strict=True)
-            active = [(adapter, own) for adapter, own in pairs if epoch < adapter.epochs]
-            with gradients_on([parameter for _, own in active for parameter in own]):
+            active = [(adapter, share) for adapter, share in pairs if epoch < adapter.epochs]
+            with gradients_on([parameter for _, share in active for parameter in share]):
                 backward(self.model, batch, len(batch.targets), self.dtype)
-                for adapter, own in active:
-                    adapter.update(own)
+                for adapter, share in active:
+                    adapter.update(share)
 
     @property
     def can_adapt(self) -> bool:
@@ -102,7 +141,7 @@ class Predictor:
         return bool(self._adapters)
 
     def state_hash(self) -> str:
-        """SHA-256 over all weights: equal before and after work that must not learn."""
+        """SHA-256 of all weights; work that must not learn leaves it unchanged."""
         digest = hashlib.sha256()
         for name, tensor in sorted(self.model.state_dict().items()):
             digest.update(name.encode())
@@ -110,30 +149,30 @@ class Predictor:
         return digest.hexdigest()
 
     def state(self) -> dict[str, Tensor]:
-        """Weights, and what adapters remember: live tensors, from which pricing can go on."""
+        """The weights and what adapters remember, as live tensors: enough to resume a score."""
         state = {f"model/{name}": tensor for name, tensor in self.model.state_dict().items()}
         for i, adapter in enumerate(self._adapters):
             state |= {f"adapter{i}/{name}": tensor for name, tensor in adapter.state().items()}
         return state
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Put a state back; nothing counts as priced."""
+        """Restore a state; no batch counts as priced after it."""
         self._priced = None
         self.model.load_state_dict(_under("model/", state, self.device))
         for i, adapter in enumerate(self._adapters):
             adapter.load(_under(f"adapter{i}/", state, self.device))
 
     def stepper(self, num_lanes: int) -> Stepper:
-        """Fresh lanes, each at the start of a document."""
+        """A stepper with empty lanes: each begins a document."""
         cache = LaneCache(self.model.spec, num_lanes, self.device)
         return Stepper(self.model, cache, self.dtype)
 
 
 def _share(named: Mapping[str, Tensor], adapters: list[Adapter]) -> list[list[Tensor]]:
-    """The tensors of each adapter; one that several name belongs to the first of them."""
+    """The tensors that each adapter changes; the first adapter to name a tensor has it."""
     shares: list[list[Tensor]] = []
     for adapter in adapters:
-        taken = {id(parameter) for own in shares for parameter in own}
+        taken = {id(parameter) for share in shares for parameter in share}
         shares.append(adapter.parameters({n: p for n, p in named.items() if id(p) not in taken}))
     return shares
 
@@ -144,7 +183,7 @@ def _under(prefix: str, state: Mapping[str, Tensor], device: torch.device) -> di
 
 
 class Stepper:
-    """Token in, distribution out, for all lanes at once."""
+    """One token per lane in, the distribution of the next token per lane out."""
 
     def __init__(self, model: GPT, cache: LaneCache, dtype: torch.dtype = torch.float32) -> None:
         self._model = model
@@ -153,17 +192,18 @@ class Stepper:
 
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
-        """Feed tokens (L,), one a lane; returns log-probabilities (L, V) of what follows."""
+        """Feed tokens (L,), one per lane; returns log-probabilities (L, V) of what follows."""
         self._cache.place()
         with products(tokens.device, self._dtype):
-            logits = self._model(tokens, self._cache)
+            hidden = self._model.hidden(tokens, self._cache)
+            log_probs = log_probs_of(self._model, hidden)
         self._cache.advance()
-        return F.log_softmax(logits.float(), dim=-1)
+        return log_probs
 
     def reset(self, lanes: Tensor) -> None:
         """Begin a new document in the lanes where `lanes` (L,) is true."""
         self._cache.reset(lanes)
 
     def keep(self, lanes: Tensor) -> None:
-        """Go on with these lanes only, by index, in this order."""
+        """Keep only these lanes, by index, in this order."""
         self._cache.keep(lanes)

@@ -1,9 +1,9 @@
-"""Loops over a stream of tokens that say what they expect next, then learn what came.
+"""Loops over a stream of tokens that guess each token, then learn it.
 
-They are plain Python on arrays. With Numba they are compiled on first use; without it they run as
-they are, tens of times slower and with the same results bit for bit. For that no product here
-overflows: contexts are hashed modulo a prime, twice (Karp and Rabin 1987). No scan looks at a
-target before its proposal is written.
+They are plain Python on arrays. Numba compiles them on first use; without Numba they run tens of
+times slower, with the same results bit for bit. Results are the same because no product overflows:
+contexts are hashed modulo a prime, twice (Karp and Rabin 1987). No scan reads a target before it
+has written the guess for it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ BASES = (0x2545F491, 0x369DEA0F)
 PAIR_BASES = (0x27BB2EE6, 0x1B873593)
 TOKEN_FACTOR = 0x1E3779B9
 
-# Columns of a table of counts. A row with total 0 is free.
+# Columns of a table of counts; a row with total 0 is free.
 CHECK, TOKEN, BEST, TOTAL = 0, 1, 2, 3
-# The other column of a table of places.
-PLACE = 1
-# A match: the place expected next, the tokens that agreed, the end of the history itself.
+# The second column of the rows of `Links`; the first is CHECK.
+POSITION = 1
+# A match: the position of the token expected next, how many tokens agreed, the history's end.
 NEXT, LENGTH, END = 0, 1, 2
 
 
@@ -45,10 +45,11 @@ class Trail(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """An open-addressing table: contexts with their best token, and pairs of context and token.
+    """An open-addressing table of contexts, and of pairs of a context and a token.
 
-    A row of a pair holds its count as the total. The best token's count stands in the context's
-    row alone; a pair has a row only while it is not the best, so most contexts need no other.
+    The row of a context has its most frequent token, that token's count and the total. The row of a
+    pair has its count as the total. The most frequent token of a context has no pair row, so most
+    contexts need one row.
     """
 
     rows: Words  # (a power of two, 4)
@@ -64,17 +65,17 @@ class Gate(NamedTuple):
     prior: float  # added to the total when confidence is taken
 
 
-class Places(NamedTuple):
-    """Every token so far, linked along its history, and where contexts were last seen."""
+class Links(NamedTuple):
+    """Every token so far, linked along its history, and the last position of each context."""
 
-    rows: Words  # (a power of two, 2) check and place
-    tokens: Words  # (places,) place 0 is none
-    after: Words  # (places,) the next place in the same history; 0: not yet
-    used: Ints  # (1,) places taken
+    rows: Words  # (a power of two, 2) check and position
+    tokens: Words  # (positions,) position 0 is none
+    after: Words  # (positions,) the next position in the same history; 0: not yet
+    used: Ints  # (1,) positions taken
 
 
 def mix(token: int) -> int:
-    """A residue far from those of the tokens beside it, so that rows fill up evenly."""
+    """A hash of a token; neighboring tokens get distant values, so that rows fill evenly."""
     return (token + 1) * TOKEN_FACTOR % PRIME
 
 
@@ -83,7 +84,7 @@ def push(trail: Trail, token: int) -> None:
     seen, last = int(trail.seen[0]), len(trail.ring) - 1
     new = mix(token)
     for k in range(len(trail.lengths)):
-        # Zero until the history is that long: the ring starts empty.
+        # Zero until the history is this long, because the ring starts empty.
         old = int(trail.ring[(seen - int(trail.lengths[k])) & last])
         for i in range(2):
             rest = int(trail.hashes[k, i]) + PRIME - old * int(trail.powers[k, i]) % PRIME
@@ -93,7 +94,7 @@ def push(trail: Trail, token: int) -> None:
 
 
 def find(counts: Counts, key: int, check: int) -> int:
-    """The row of a key, or the free row where it would go."""
+    """The row of a key, or the free row for it."""
     last = len(counts.rows) - 1
     row = key & last
     while counts.rows[row, TOTAL] != 0 and counts.rows[row, CHECK] != check:
@@ -102,7 +103,7 @@ def find(counts: Counts, key: int, check: int) -> int:
 
 
 def claim(counts: Counts, key: int, check: int, token: int) -> int:
-    """The row of a key, taken with total 0 if it is new; -1 where the table is full."""
+    """The row of a key, a new row with total 0 if needed; -1 if the table is full."""
     row = find(counts, key, check)
     if counts.rows[row, TOTAL] != 0:
         return row
@@ -116,16 +117,16 @@ def claim(counts: Counts, key: int, check: int, token: int) -> int:
 
 
 def claim_pair(counts: Counts, key: int, check: int, token: int) -> int:
-    """The same for a context with a token behind it."""
+    """The row of a pair: a context and the token after it."""
     new = mix(token)
     key, check = (key * PAIR_BASES[0] + new) % PRIME, (check * PAIR_BASES[1] + new) % PRIME
     return claim(counts, key, check, token)
 
 
 def look(counts: Counts, trail: Trail, gate: Gate) -> tuple[int, float]:
-    """The best token of the longest context that passes the gate, and its confidence; reads only.
+    """The best token of the longest context that passes the gate, and its confidence.
 
-    Without one: -1.
+    The token is -1 if no context passes. Nothing is changed.
     """
     for k in range(len(trail.lengths)):
         if trail.seen[0] < trail.lengths[k]:
@@ -141,7 +142,7 @@ def look(counts: Counts, trail: Trail, gate: Gate) -> tuple[int, float]:
 
 
 def learn(counts: Counts, trail: Trail, token: int) -> None:
-    """Count a token behind every context that the history ends with."""
+    """Count a token after every context that the history ends with."""
     rows = counts.rows
     for k in range(len(trail.lengths)):
         if trail.seen[0] < trail.lengths[k]:
@@ -159,7 +160,7 @@ def learn(counts: Counts, trail: Trail, token: int) -> None:
             continue
         rows[pair, TOTAL] += 1
         if rows[pair, TOTAL] > rows[row, BEST]:
-            # The old best token goes back among the pairs.
+            # The old best token becomes a pair again.
             old = claim_pair(counts, key, check, int(rows[row, TOKEN]))
             if old >= 0:
                 rows[old, TOTAL] = rows[row, BEST]
@@ -174,7 +175,7 @@ def scan_counts(
     hints: Ints,
     confidence: Trust,
 ) -> None:
-    """Fill hints and confidence (n,) for consecutive tokens (n,) of a history, counting each."""
+    """Fill hints and confidence (n,) for the next tokens (n,) of a history, counting them."""
     for i in range(len(tokens)):
         hints[i], confidence[i] = look(counts, trail, gate)
         token = int(tokens[i])
@@ -184,55 +185,55 @@ def scan_counts(
 
 def scan_matches(
     tokens: Ints,
-    places: Places,
+    links: Links,
     trail: Trail,
     match: Ints,
     hints: Ints,
     lengths: Ints,
 ) -> None:
-    """Fill hints and the lengths (n,) of the matches behind them, remembering each token.
+    """Fill hints and the lengths of their matches (n,), and store the tokens.
 
-    `match` (3,) is the history's own.
+    `match` (3,) is the state of this history.
     """
     for i in range(len(tokens)):
         expected = int(match[NEXT])
-        hints[i] = int(places.tokens[expected]) if expected > 0 else -1
+        hints[i] = int(links.tokens[expected]) if expected > 0 else -1
         lengths[i] = match[LENGTH] if expected > 0 else 0
         token = int(tokens[i])
         push(trail, token)
-        append(places, match, token)
-        seek(places, trail, match)
+        append(links, match, token)
+        seek(links, trail, match)
 
 
-def append(places: Places, match: Ints, token: int) -> None:
-    """Put a token at the end of a history and follow the match over it, if it agreed."""
-    place = int(places.used[0]) + 1
-    places.used[0] = place
-    places.tokens[place] = token
-    # The first token of a history is linked to place 0, which nothing reads.
-    places.after[int(match[END])] = place
-    match[END] = place
+def append(links: Links, match: Ints, token: int) -> None:
+    """Append a token to a history; the match goes on if the token agrees, else it ends."""
+    position = int(links.used[0]) + 1
+    links.used[0] = position
+    links.tokens[position] = token
+    # The first token of a history is linked from position 0, which nothing reads.
+    links.after[int(match[END])] = position
+    match[END] = position
     expected = int(match[NEXT])
-    if expected > 0 and places.tokens[expected] == token:
-        # In a run of one token this is the place just taken.
-        match[NEXT] = places.after[expected]
+    if expected > 0 and links.tokens[expected] == token:
+        # In a run of one token this is the position just taken.
+        match[NEXT] = links.after[expected]
         match[LENGTH] += 1
     else:
         match[NEXT] = match[LENGTH] = 0
 
 
-def seek(places: Places, trail: Trail, match: Ints) -> None:
-    """Look for a longer match than the one there is, then note where the contexts end now."""
+def seek(links: Links, trail: Trail, match: Ints) -> None:
+    """Replace the match by a longer one if there is one; then store where the contexts end."""
     for k in range(len(trail.lengths)):
         length = int(trail.lengths[k])
         if trail.seen[0] < length:
             continue
-        row, check = int(trail.hashes[k, 0]) & (len(places.rows) - 1), int(trail.hashes[k, 1])
-        place = int(places.rows[row, PLACE])
-        if match[LENGTH] < length and place > 0 and places.rows[row, CHECK] == check:
-            match[NEXT] = places.after[place]
+        row, check = int(trail.hashes[k, 0]) & (len(links.rows) - 1), int(trail.hashes[k, 1])
+        position = int(links.rows[row, POSITION])
+        if match[LENGTH] < length and position > 0 and links.rows[row, CHECK] == check:
+            match[NEXT] = links.after[position]
             match[LENGTH] = length
-        places.rows[row, CHECK], places.rows[row, PLACE] = check, int(match[END])
+        links.rows[row, CHECK], links.rows[row, POSITION] = check, int(match[END])
 
 
 _PARTS = (mix, push, find, claim, claim_pair, look, learn, append, seek)
@@ -240,14 +241,14 @@ _PARTS = (mix, push, find, claim, claim_pair, look, learn, append, seek)
 
 @cache
 def compiled(scan: Callable[..., None]) -> Callable[..., None]:
-    """A scan compiled by Numba, or the scan itself where Numba is not installed."""
+    """A scan compiled by Numba, or the scan itself without Numba."""
     numba = _numba()
     if numba is None:
         return scan
     try:
         return numba.njit(cache=True, nogil=True)(scan)
     except RuntimeError:
-        # Installed where nothing can be written: compiled anew in every process.
+        # Installed in a read-only folder: compile again in every process.
         return numba.njit(nogil=True)(scan)
 
 

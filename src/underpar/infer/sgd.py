@@ -1,7 +1,7 @@
-"""SGD with momentum on tokens that were priced: gradients, steps, and passes over whole documents.
+"""SGD with momentum on tokens that were priced: gradients, steps, and passes over documents.
 
-Score-first SGD is that of PR 461, PR 549 and PR 1413; the pass over documents is the global phase
-of PR 1610 and PR 2014.
+Score-first SGD is from PR 461, PR 549 and PR 1413. The pass over documents is the global phase of
+PR 1610 and PR 2014.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ MOST_EPOCHS = 100
 
 @dataclass(frozen=True)
 class Descent:
-    """SGD at the rate `lr` with `momentum`, `epochs` steps a chunk; `clip` bounds the norm (0: no).
+    """SGD at the rate `lr` with `momentum`, `epochs` steps per chunk.
 
-    With `horizon_chunks` the rate falls as a cosine to 0 at the last of so many chunks.
+    `clip` bounds the norm of the gradients; 0: no bound. With `horizon_chunks` the rate falls as a
+    cosine and is 0 at the last of that many chunks.
     """
 
     lr: float = 0.005
@@ -45,7 +46,7 @@ class Descent:
     horizon_chunks: int = 0
 
     def check(self, lever: str) -> None:
-        """Refuse settings that cannot be meant, naming the lever that has them."""
+        """Refuse values that make no sense, naming the lever that has them."""
         for key in ("lr", "clip", "horizon_chunks"):
             value = getattr(self, key)
             require(value >= 0, f"levers.{lever}.{key} = {value}: expected 0 or more")
@@ -55,7 +56,7 @@ class Descent:
         require(few, f"levers.{lever}.epochs = {self.epochs}: expected 1 to {MOST_EPOCHS}")
 
     def scale(self, chunk: int) -> float:
-        """What rates are multiplied by after a chunk, counted from 0."""
+        """The factor of all rates after a chunk, counted from 0."""
         last = self.horizon_chunks - 1
         if last < 0:
             return 1.0
@@ -63,7 +64,7 @@ class Descent:
 
 
 class SGD:
-    """An adapter: SGD on the tensors that `patterns` name; it remembers velocities and steps."""
+    """An adapter: SGD on the tensors that `patterns` name."""
 
     def __init__(self, descent: Descent, patterns: Sequence[str]) -> None:
         self.descent = descent
@@ -74,7 +75,7 @@ class SGD:
 
     @property
     def epochs(self) -> int:
-        """Steps on each chunk."""
+        """Steps per chunk."""
         return self.descent.epochs
 
     def rate(self, name: str) -> float:
@@ -82,7 +83,7 @@ class SGD:
         return self.descent.lr
 
     def attach(self, model: Any) -> None:
-        """Nothing: the tensors are the model's own."""
+        """Nothing to attach: the adapter changes the model's tensors."""
 
     def parameters(self, named: Mapping[str, Tensor]) -> list[Tensor]:
         """The tensors of the model that `patterns` name."""
@@ -110,24 +111,24 @@ class SGD:
         self._num_updates += 1
 
     def state(self) -> dict[str, Tensor]:
-        """Velocities and the number of steps; the weights are the model's."""
+        """Velocities and the number of steps, without the model's weights."""
         velocity = {f"velocity/{i}": v for i, v in enumerate(self._velocity)}
         return {"num_updates": torch.tensor(self._num_updates), **velocity}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Put a state back."""
+        """Restore a state."""
         self._num_updates = int(state["num_updates"])
         self._velocity = [state[f"velocity/{i}"].clone() for i in range(len(state) - 1)]
 
 
 def products(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[None]:
-    """Inside, matrix products run in `dtype`; fp32 leaves everything as it is."""
+    """Inside, matrix products run in `dtype` (autocast); fp32 changes nothing."""
     return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype=dtype)
 
 
 @contextmanager
 def gradients_on(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Inside, `parameters` gather gradients, from none; behind it, they are as before."""
+    """Inside, `parameters` collect gradients, starting from none; after it they are as before."""
     before = [(parameter.requires_grad, parameter.grad) for parameter in parameters]
     try:
         for parameter in parameters:
@@ -135,12 +136,12 @@ def gradients_on(parameters: Sequence[Tensor]) -> Iterator[None]:
         with torch.enable_grad():
             yield
     finally:
-        for parameter, (asked, grad) in zip(parameters, before, strict=True):
-            parameter.requires_grad_(asked).grad = grad
+        for parameter, (required, grad) in zip(parameters, before, strict=True):
+            parameter.requires_grad_(required).grad = grad
 
 
 def backward(model: GPT, batch: Batch, num_targets: int, dtype: torch.dtype) -> None:
-    """Add the gradients of the batch's nats, divided by `num_targets`."""
+    """Add the gradients of the batch's summed nats divided by `num_targets`."""
     device = batch.inputs.device
     with products(device, dtype):
         hidden = model.hidden(batch.inputs, PackedCache(batch.segments))
@@ -161,17 +162,17 @@ def train_on_stream(
     descent: Descent,
     runtime: Runtime,
 ) -> int:
-    """One step on every chunk of a stream of tokens but the last; returns the number of steps.
+    """One step on every chunk of a stream but the last; returns the number of steps.
 
-    The rate falls as a cosine over the chunks. All weights learn from a chunk's mean over its whole
-    rows of `context`, whatever the number of ranks that share them.
+    The rate falls as a cosine over the chunks. The loss of a chunk is the mean over its full rows
+    of `context` tokens, for any number of ranks that share the rows.
     """
     num_chunks = -(-(len(stream) - 1) // chunk_tokens)
     sgd = SGD(replace(descent, horizon_chunks=num_chunks), ("*",))
     parameters = sgd.parameters(dict(model.named_parameters()))
     row_tokens = min(context, chunk_tokens)
     num_targets = chunk_tokens // row_tokens * row_tokens
-    # Zeros, so that a rank without a row sends as much as the others.
+    # Zeros, so that a rank without rows takes part in the sum over ranks.
     grads = [torch.zeros_like(parameter) for parameter in parameters]
     with gradients_on(parameters):
         for parameter, grad in zip(parameters, grads, strict=True):
@@ -188,9 +189,9 @@ def train_on_stream(
 
 
 def _own_rows(span: npt.NDArray[Any], row_tokens: int, runtime: Runtime) -> Batch | None:
-    """This rank's rows of a span, cut where documents begin; None where it has none."""
+    """This rank's rows of a span, cut where documents begin; None if it has none."""
     num_rows = (len(span) - 1) // row_tokens
-    # Consecutive rows: what looks one token back finds the token that was there.
+    # Consecutive rows, so that levers that look one token back find the right token.
     first, end = (num_rows * r // runtime.world for r in (runtime.rank, runtime.rank + 1))
     if first == end:
         return None

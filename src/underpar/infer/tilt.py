@@ -1,9 +1,9 @@
-"""Tilting a distribution towards proposed tokens, exactly normalized.
+"""Tilt a distribution towards proposed tokens, exactly normalized.
 
-p'(a) = p(a) exp(boost [a = hint]) / Z with Z = 1 + p(hint) (exp(boost) - 1): for any hint and boost
-that do not depend on the target, p' sums to one, and only the probabilities of the target and of
-the hint are needed (the token tilt of PR 1420, PR 1514 and PR 2135). A strength turns an expert's
-confidence into the boost; several experts tilt one after the other.
+p'(a) = p(a) exp(boost [a = hint]) / Z with Z = 1 + p(hint) (exp(boost) - 1). If hint and boost do
+not depend on the target, p' sums to one, and a price needs only the probabilities of the target and
+of the hint (the token tilt of PR 1420, PR 1514 and PR 2135). A strength turns an expert's
+confidence into the boost. Several experts tilt one after the other.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ def tilted(
     log_p_hint: Floats,
     boost: Floats,
 ) -> Floats:
-    """Log-probabilities (n, m) of tokens (n, m), given those before the tilt.
+    """Log-probabilities (n, m) of tokens (n, m) after a tilt; `log_p` are those before it.
 
-    `hints`, `log_p_hint` and `boost` are (n,): one hint a row.
+    `hints`, `log_p_hint` and `boost` are (n,): one hint per row.
     """
     log_z = np.log1p(np.exp(np.minimum(log_p_hint, 0.0)) * np.expm1(boost))
     return log_p + boost[:, None] * (tokens == hints[:, None]) - log_z[:, None]
 
 
 class Seen(NamedTuple):
-    """What one strength is told of a commit, for hints alone."""
+    """What one strength learns from in a commit; rows without a hint are left out."""
 
     confidence: Trust
     log_p: Floats
@@ -41,27 +41,27 @@ class Seen(NamedTuple):
 
 
 def join(parts: Sequence[Proposals]) -> Proposals:
-    """Proposals for the targets of several histories, one after the other."""
+    """Proposals of several histories, concatenated."""
     hints = np.concatenate([p.hints for p in parts])
     return Proposals(hints, np.concatenate([p.confidence for p in parts]))
 
 
 class Mixture:
-    """Experts that tilt in turn: propose, price, and only after the commit settle."""
+    """Experts that tilt one after the other: propose, price, and after the commit settle."""
 
     def __init__(self, experts: Sequence[Expert]) -> None:
         self.experts = list(experts)
         self._seen: list[Seen] | None = None
 
     def open(self, num_histories: int, num_targets: int) -> None:
-        """Begin a stream of so many targets over all histories."""
+        """Begin a stream with this many targets over all histories."""
         for expert in self.experts:
             expert.open(num_histories, num_targets)
             expert.strength.open()
         self._seen = None
 
     def propose(self, history: int, targets: Ints) -> Proposals:
-        """Hints and confidence (n, K) for the next targets (n,) of a history, which are learnt."""
+        """Hints and confidence (n, K) for the next targets (n,) of a history, then learn them."""
         parts = [expert.propose(history, targets) for expert in self.experts]
         shape = (len(parts), len(targets))
         hints = np.array([p.hints for p in parts], dtype=np.int64).reshape(shape)
@@ -69,9 +69,9 @@ class Mixture:
         return Proposals(hints.T, confidence.T)
 
     def price(self, proposals: Proposals, targets: Ints, log_p: npt.ArrayLike) -> Floats:
-        """Log-probabilities (n,) of targets (n,), given the model's (n, 1 + K) of target and hints.
+        """Log-probabilities (n,) of targets (n,) from the model's, (n, 1 + K) of target and hints.
 
-        One price a commit: `settle` comes before the next.
+        Call `settle` after each `price`, once the targets are committed.
         """
         assert self._seen is None, "the targets priced last have not been settled"
         tokens = np.concatenate([targets[:, None], proposals.hints], axis=1)  # (n, 1 + K)
@@ -87,7 +87,7 @@ class Mixture:
         return columns[:, 0]
 
     def settle(self) -> None:
-        """Let every strength learn from the targets priced last, which are committed now."""
+        """Let every strength learn from the targets priced last, after their commit."""
         assert self._seen is not None, "nothing has been priced"
         for expert, seen in zip(self.experts, self._seen, strict=True):
             expert.strength.settle(*seen)
@@ -106,17 +106,17 @@ class Mixture:
         return columns[0]
 
     def state(self) -> Arrays:
-        """All that a resumed stream needs, as copies, between two commits."""
+        """Everything that a resumed stream needs, as copies, between two commits."""
         assert self._seen is None, "the targets priced last have not been settled"
-        kept: Arrays = {}
+        state: Arrays = {}
         for k, expert in enumerate(self.experts):
-            kept |= {f"{k}/expert/{name}": array for name, array in expert.state().items()}
+            state |= {f"{k}/expert/{name}": array for name, array in expert.state().items()}
             strength = expert.strength.state()
-            kept |= {f"{k}/strength/{name}": array for name, array in strength.items()}
-        return kept
+            state |= {f"{k}/strength/{name}": array for name, array in strength.items()}
+        return state
 
     def load(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Go on from a state, once opened as it was."""
+        """Restore a state, after `open` with the same sizes."""
         for k, expert in enumerate(self.experts):
             for part, owner in (("expert", expert), ("strength", expert.strength)):
                 start = f"{k}/{part}/"

@@ -27,12 +27,12 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from underpar.audit.probes import first_documents
 from underpar.build.model import build_model
 from underpar.core.progress import SILENT, Progress
 from underpar.core.run_folder import RunFolder, write_atomic, write_json
 from underpar.core.runtime import Runtime, num_cores, open_runtime
 from underpar.data.folder import DataFolder, data_identity, load_data
-from underpar.data.shards import Shard
 from underpar.errors import BenchError, RunError
 from underpar.lab.published_coders import find_compressor
 from underpar.lab.quant_case import CURVES, Case, Curve, load
@@ -162,19 +162,6 @@ def _calibrate(folder: RunFolder, trained: Trained, data: DataFolder, runtime: R
         if measured.about.get("weights_sha256") == trained.sha256:
             return measured
     return calibrate_run(folder, data, runtime)
-
-
-def first_documents(shard: Shard, number: int) -> Shard:
-    """A shard of the first documents; 0 for all."""
-    if not 0 < number < shard.num_documents:
-        return shard
-    return Shard(
-        tokens=shard.tokens[: int(shard.starts[number])],
-        starts=shard.starts[:number],
-        doc_bytes=shard.doc_bytes[:number],
-        doc_hashes=shard.doc_hashes[:number],
-        flags=shard.flags[:number],
-    )
 
 
 def _measure_all(

@@ -21,9 +21,10 @@ from typing import Any
 
 from underpar.artifact.unpack import Artifact
 from underpar.audit import order
+from underpar.audit.probes import first_documents
 from underpar.audit.rules import probe_size
 from underpar.build.artifact import read_artifact
-from underpar.build.scoring import Way, open_method, run_method
+from underpar.build.scoring import ScoringRequest, open_method, run_method
 from underpar.core.progress import SILENT, Progress
 from underpar.core.run_folder import RunFolder, write_atomic, write_json
 from underpar.core.runtime import Clock, Runtime, open_runtime
@@ -32,7 +33,6 @@ from underpar.data.folder import load_data
 from underpar.data.shards import Shard
 from underpar.errors import UnderparError
 from underpar.kernels.attention import backend_of
-from underpar.lab.quant_curves import first_documents
 from underpar.score.method import PUBLISHED, Method
 
 WARM_UP_DOCUMENTS = 4
@@ -116,20 +116,24 @@ def measure(request: Request, progress: Progress = SILENT) -> dict[str, Any]:
     chosen = [ROWS[i] for i in request.rows] if request.rows else list(ROWS)
     made = _made(runtime)
     # A warm-up: libraries and kernels initialize themselves.
-    run_method(artifact, first_documents(shard, WARM_UP_DOCUMENTS), Way(Method(), runtime))
+    run_method(
+        artifact, first_documents(shard, WARM_UP_DOCUMENTS), ScoringRequest(Method(), runtime)
+    )
     with progress.task("scoring", len(chosen)) as task:
         for done, row in enumerate(chosen):
             task.update(done, row.title)
             method, recipe = open_method(artifact.recipe, row.method, row.changes)
             variant = replace(artifact, recipe=recipe)
             if row.title not in rows:
-                figures = measure_row(variant, shard, Way(method, runtime, Clock("load")))
+                figures = measure_row(
+                    variant, shard, ScoringRequest(method, runtime, Clock("load"))
+                )
                 changes = {"method": asdict(row.method), "changes": list(row.changes)}
                 rows[row.title] = {"title": row.title, **changes, **figures, "made": made}
                 record["rows"].append(rows[row.title])
                 write_json(path, record)
             if request.has_probes and "later_tokens" not in rows[row.title]:
-                rows[row.title] |= probe(variant, shard, Way(method, runtime.for_probes))
+                rows[row.title] |= probe(variant, shard, ScoringRequest(method, runtime.for_probes))
                 write_json(path, record)
     write_atomic(request.out / "scoring.md", to_markdown(record))
     return record
@@ -145,9 +149,9 @@ def _made(runtime: Runtime) -> dict[str, str]:
     }
 
 
-def measure_row(artifact: Artifact, shard: Shard, way: Way) -> dict[str, Any]:
+def measure_row(artifact: Artifact, shard: Shard, request: ScoringRequest) -> dict[str, Any]:
     """Score once; bits per byte, seconds, and events in a wrong order."""
-    score = run_method(artifact, shard, way)
+    score = run_method(artifact, shard, request)
     seconds = sum(value for phase, value in score.seconds.items() if phase not in APART)
     totals = [entry.num_targets for entry in score.entries]
     return {
@@ -160,7 +164,7 @@ def measure_row(artifact: Artifact, shard: Shard, way: Way) -> dict[str, Any]:
     }
 
 
-def probe(artifact: Artifact, shard: Shard, way: Way) -> dict[str, int]:
+def probe(artifact: Artifact, shard: Shard, request: ScoringRequest) -> dict[str, int]:
     """How many prices depend on later tokens, and how many on the lengths of later documents."""
 
     def trace(short: Shard) -> list[order.Commit]:
@@ -169,11 +173,11 @@ def probe(artifact: Artifact, shard: Shard, way: Way) -> dict[str, int]:
         run_method(
             replace(artifact, recipe=recipe),
             short,
-            replace(way, on_commit=lambda *c: commits.append(c)),
+            replace(request, on_commit=lambda *c: commits.append(c)),
         )
         return commits
 
-    short = order.short_stream(shard, *probe_size(way.runtime.device))
+    short = order.short_stream(shard, *probe_size(request.runtime.device))
     return {
         "later_tokens": order.later_tokens_matter(trace, short, artifact.recipe.model.vocab_size),
         "later_lengths": order.later_lengths_matter(trace, short),

@@ -22,20 +22,18 @@ The counted script grows by the code of this way to score.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
+from underpar.infer.lora import LoraSettings
 from underpar.recipe import ModelSpec, require
 
 STAGE = "infer"
 # The module that scores with this lever, by name: scripts without the lever do not contain it.
 ENGINE = "underpar.score.ttt.scorer"
 
-SITES = ("q", "k", "v", "o", "mlp", "head")
-
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(LoraSettings):
     """`sites`: products that get adapters: q, k, v, o, mlp, head.
     `rank`: rank of an adapter.
     `alpha`: an adapter's output is multiplied by alpha / rank.
@@ -54,42 +52,8 @@ class Settings:
     `seed`: seed of the first A.
     """
 
-    sites: tuple[str, ...] = ("k", "o", "mlp", "head")
-    rank: int = 80
-    alpha: float = 144.0
-    lr: float = 7.5e-5
-    decay: float = 0.5
-    decay_all: bool = False
-    beta2: float = 0.99
-    eps: float = 1e-10
-    chunk: int = 48
-    short: tuple[str, ...] = ("256:8", "2000:24")
-    warm: bool = True
-    lanes: int = 64
-    keys: str = "kept"
-    seed: int = 0
-
     def __post_init__(self) -> None:
-        where = "levers.lora_ttt."
-        for site in self.sites:
-            require(site in SITES, f"{where}sites: {site!r} is not one of {', '.join(SITES)}")
-        unique = 0 < len(self.sites) == len(set(self.sites))
-        require(unique, f"{where}sites = {self.sites}: name one or more, each once")
-        for key in ("rank", "chunk", "lanes"):
-            value = getattr(self, key)
-            require(value > 0, f"{where}{key} = {value}: expected at least 1")
-        for key in ("alpha", "lr", "decay", "seed"):
-            value = getattr(self, key)
-            require(value >= 0, f"{where}{key} = {value}: expected 0 or more")
-        shrink = self.lr * self.decay
-        require(shrink < 1, f"{where}lr * decay = {shrink}: expected less than 1")
-        require(0 < self.beta2 < 1, f"{where}beta2 = {self.beta2}: expected between 0 and 1")
-        require(self.eps > 0, f"{where}eps = {self.eps}: expected more than 0")
-        for entry in self.short:
-            pair = re.fullmatch(r"[1-9]\d{0,8}:[1-9]\d{0,8}", entry)
-            require(pair is not None, f"{where}short: {entry!r} is not 'limit:chunk', as '256:8'")
-        is_known = self.keys in ("kept", "fresh")
-        require(is_known, f"{where}keys = {self.keys!r}: expected 'kept' or 'fresh'")
+        self.check("lora_ttt")
 
 
 @dataclass(frozen=True)

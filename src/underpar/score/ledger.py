@@ -1,4 +1,4 @@
-"""Bits and bytes of each document, and their sum, with what was done to get them."""
+"""A score: bits and bytes of each document, their sums, and how they were made."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ class Entry:
 
 @dataclass(frozen=True)
 class Score:
-    """The ledger of every document priced, in stream order, with what produced it."""
+    """The ledger of all documents, in the order of the file, and how it was made."""
 
     method: str
     entries: list[Entry]
     seconds: dict[str, float] = field(default_factory=dict)
+    # What the scorer did, in order. Units of documents: ("price" or "adapt", first document, last
+    # document). Lanes: ("price" or "adapt", step, targets) and ("train", step, documents). When
+    # time was over: ("stop", unit or step, documents priced).
     events: list[tuple[str, int, int]] = field(default_factory=list)
-    """What the scorer did, in order. Over chunks of documents ("price" or "adapt", first document,
-    last document); over lanes ("price" or "adapt", step, targets), ("train", step, documents).
-    Where time was up ("stop", chunk or step, documents priced)."""
+    # "stream": a decoder could follow it; "published": it could not.
     order: str = "stream"
-    """"stream": a decoder could follow; "published": it could not."""
+    # The unit or step from which on nothing was learnt, because time was over; -1: none.
     stopped_at: int = -1
-    """Chunk or step from which on nothing was learnt, for lack of time; -1: none."""
+    # Bits of what a decoder must be told besides the targets.
     side_bits: float = 0.0
-    """What a decoder must be told besides the targets."""
+    # The method and the settings of its levers.
     how: dict[str, Any] = field(default_factory=dict)
-    """The method and the settings of its levers."""
 
     @property
     def bits(self) -> float:
-        """Bits of all targets, and of what a decoder must be told."""
+        """Bits of all targets, plus side bits."""
         return float(np.sum([e.bits for e in self.entries], dtype=np.float64)) + self.side_bits
 
     @property
@@ -52,7 +52,7 @@ class Score:
 
     @property
     def num_targets(self) -> int:
-        """Targets priced."""
+        """Targets that were priced."""
         return sum(e.num_targets for e in self.entries)
 
     @property

@@ -1,27 +1,33 @@
-"""How a score is made: windows, order, and the levers that adapt or mix. Its label names it."""
+"""How a score is made: windows, order, the levers that adapt or mix, and the limit of time."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from underpar.core.dist import from_main
 from underpar.errors import RuleError
 
-# Decodable: whatever decides a price follows from targets priced before it.
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from underpar.core.runtime import Runtime
+
+# Decodable: everything a price depends on follows from targets priced before it.
 STREAM = "stream"
-# As the records have it: documents by length, which a decoder could not know.
+# The order of the records: documents by length, which a decoder could not know.
 PUBLISHED = "published"
-# What it takes to tell a decoder the step at which learning ended.
+# The size of the number that tells a decoder at which step learning ended.
 STOP_BITS = 32.0
 
 
 @dataclass(frozen=True)
 class Method:
-    """What `underpar score` is asked for.
+    """How `underpar score` shall score.
 
-    `stride` is the number of targets that a window owns: windows overlap where it is less than the
-    context; 0 is the context itself. With `flat` they reach over the ends of documents. `levers`
-    are levers of the stage "infer". After `seconds` nothing is learnt any more; 0: no limit.
+    `stride` is the number of targets that a window owns; windows overlap if it is less than the
+    context, and 0 stands for the context. With `flat` windows cross the ends of documents. `levers`
+    are levers of the stage "infer". Adapters stop learning after `seconds`; 0: no limit.
     """
 
     levers: tuple[str, ...] = ()
@@ -29,13 +35,13 @@ class Method:
     flat: bool = False
     order: str = STREAM
     seconds: float = 0.0
+    # A label; without it the label is made of the other fields.
     name: str = ""
-    """A label to use instead of one made of these parts."""
 
     def __post_init__(self) -> None:
         if self.order not in (STREAM, PUBLISHED):
             raise RuleError(f"order {self.order!r}: expected {STREAM} or {PUBLISHED}")
-        # As it is written, no number is refused too.
+        # Written so that NaN is refused too.
         if not (self.stride >= 0 and self.seconds >= 0):
             raise RuleError(f"stride {self.stride}, seconds {self.seconds:g}: expected 0 or more")
 
@@ -56,7 +62,7 @@ class Method:
 
 
 PLAIN = Method()
-# The recipe's own levers of scoring.
+# The scoring levers that the recipe names.
 ADAPT = Method(name="adapt")
 
 
@@ -66,3 +72,20 @@ def method_from_dict(tree: dict[str, Any]) -> Method:
         return Method(**{**tree, "levers": tuple(tree.get("levers", ()))})
     except TypeError as error:
         raise RuleError(f"not a way to score ({error})") from error
+
+
+class Deadline:
+    """When learning ends, by the main rank's clock; without `seconds` never."""
+
+    def __init__(self, seconds: float, runtime: Runtime, now: Callable[[], float]) -> None:
+        self._runtime = runtime
+        self._now = now
+        self._end = now() + seconds if seconds else float("inf")
+
+    def spend(self, seconds: float) -> None:
+        """Count seconds that were used before a stopped score was continued."""
+        self._end -= seconds
+
+    def is_over(self) -> bool:
+        """True on every rank once the time is over on the main rank."""
+        return bool(from_main(float(self._now() > self._end), self._runtime))

@@ -1,8 +1,8 @@
-"""A score that is stopped, and continues: all that its prices may depend on, in one file a rank.
+"""Stop a score and continue it: everything that later prices depend on, in one file per rank.
 
 The state between two steps is saved once a minute, and when a signal asks to stop. The same command
-then prices the rest as if nothing had happened, on a CPU bit for bit. A file is written whole or
-not at all; one of another artifact, text, method or machine is left aside.
+then scores the rest as if it had not stopped, on a CPU bit for bit. A file is replaced as a whole.
+A file of another artifact, text, method or machine is ignored, and the score starts over.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from underpar.core.tensor_files import read_about, read_tensors, save_tensors
 from underpar.errors import RunError
 from underpar.kernels.attention import backend_of
 
-# Of the state's names and meaning: another version's file is another score's.
+# The version of the state's names and their meaning; files of another version are ignored.
 FORMAT = 1
 SAVE_SECONDS = 60.0
-# A save is followed by so many times its own time: large states cost 2 % of a score at most.
+# Between two saves at least this many times the seconds of a save: at most 2 % of a score.
 REST = 50.0
 
-# What a step asks of all ranks.
+# What all ranks do before a step.
 GO_ON, SAVE, STOP = 0.0, 1.0, 2.0
 
 # Names -> tensors, arrays, plain values of JSON, and states of parts.
 State = dict[str, Any]
-# Where the tree of plain values has a tensor or an array.
+# Keys that stand for a tensor or an array in a tree of plain values.
 TENSOR, ARRAY = "=tensor", "=array"
 
 
 class Stopped(RunError):
-    """A score that was asked to stop before `step`, and can continue there."""
+    """Raised when a score stops before `step`; it can continue there."""
 
     def __init__(self, step: int) -> None:
         super().__init__(
@@ -56,10 +56,10 @@ class Stopped(RunError):
 
 @dataclass
 class Partial:
-    """The file of one score; `path` is the main rank's, others have theirs beside it.
+    """The file of a stopped score. `path` is the main rank's file; other ranks add their number.
 
-    `about` is what the score is of, and how it is made. `is_asked` says whether to stop; `tell`
-    hears in one line where the score continues, or why it does not.
+    `about` says what is scored and how. `is_asked` returns whether to stop. `tell` is called with
+    one line that says where the score continues, or why it starts over.
     """
 
     path: Path
@@ -69,8 +69,8 @@ class Partial:
     is_asked: Callable[[], bool]
     tell: Callable[[str], None]
 
+    # Seconds before the score was stopped, without loading.
     spent_seconds = 0.0
-    """Used before the score was stopped, without those of loading."""
 
     def __post_init__(self) -> None:
         rank = self.runtime.rank
@@ -80,7 +80,7 @@ class Partial:
         self._due = time.monotonic() + SAVE_SECONDS
 
     def find(self) -> tuple[int, State] | None:
-        """The step at which to continue, and the state before it; None: at the start."""
+        """The step at which to continue, and the state before it; None: start over."""
         saved, problem = None, ""
         try:
             saved = self._read()
@@ -103,20 +103,20 @@ class Partial:
         return step, saved["state"]
 
     def offer(self, step: int, state: Callable[[], State]) -> None:
-        """Save the state before a step if it is time; raise `Stopped` there if that is asked.
+        """Before a step: save the state if a save is due; raise `Stopped` if asked to stop.
 
-        The main rank's clock and signals decide for all.
+        The main rank's clock and signals decide for all ranks.
         """
-        wish = SAVE if time.monotonic() >= self._due else GO_ON
-        wish = from_main(STOP if self.is_asked() else wish, self.runtime)
-        if wish != GO_ON:
+        action = SAVE if time.monotonic() >= self._due else GO_ON
+        action = from_main(STOP if self.is_asked() else action, self.runtime)
+        if action != GO_ON:
             with self.clock.phase("save"):
                 self._save(step, state())
-        if wish == STOP:
+        if action == STOP:
             raise Stopped(step)
 
     def remove(self) -> None:
-        """The score is written: there is nothing to continue."""
+        """Remove the files: the score is finished."""
         if self.runtime.is_main:
             forget(self.path)
         else:
@@ -133,14 +133,15 @@ class Partial:
         about = {"identity": self._identity, "checksum": _checksum(tree, tensors), "saved": tree}
         following = self._file.with_name(f"{self._file.name}.next")
         save_tensors(following, tensors, about)
-        # Renamed together: whenever ranks are killed, they find files of one step.
+        # All ranks write before any rank renames, so that a kill hardly ever leaves files of
+        # different steps; `find` starts over if it does.
         gather_objects(None, self.runtime)
         os.replace(following, self._file)
         now = time.monotonic()
         self._due = now + max(SAVE_SECONDS, REST * (now - began))
 
     def _read(self) -> dict[str, Any] | None:
-        """What `_save` wrote, if it is of this score; a damaged file is refused."""
+        """The saved state, or None if the file is missing or of another score."""
         if not self._file.exists():
             return None
         try:
@@ -159,7 +160,7 @@ class Partial:
 
 
 def _machine(runtime: Runtime) -> dict[str, object]:
-    """What prices may depend on beside artifact, text and method."""
+    """What prices depend on besides artifact, text and method."""
     attention = backend_of(runtime.device, runtime.dtype)
     return {
         "format": FORMAT,
@@ -170,13 +171,13 @@ def _machine(runtime: Runtime) -> dict[str, object]:
 
 
 def forget(path: Path) -> None:
-    """Remove what a stopped score left, of all ranks: `path` is the main rank's file."""
+    """Remove the files of a stopped score, of all ranks; `path` is the main rank's file."""
     for file in path.parent.glob(f"*{glob.escape(path.name)}*"):
         file.unlink(missing_ok=True)
 
 
 def _lift(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """A tree of plain values; its tensors and arrays go to `tensors`, and leave their names."""
+    """The tree with names in place of its tensors and arrays, which are added to `tensors`."""
     if isinstance(value, Mapping):
         return {str(key): _lift(part, f"{name}/{key}", tensors) for key, part in value.items()}
     if isinstance(value, np.ndarray):
@@ -189,11 +190,11 @@ def _lift(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def _lower(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What `_lift` was given, on the host."""
+    """The tree that `_lift` got, on the host."""
     if not isinstance(value, dict):
         return value
-    # In memory of their own: where it begins may decide how sums are rounded, and in a file it may
-    # begin anywhere.
+    # Copied, because the alignment of memory may decide how sums are rounded, and a tensor in a
+    # file may begin anywhere.
     if TENSOR in value:
         return tensors[value[TENSOR]].clone()
     if ARRAY in value:
@@ -202,11 +203,11 @@ def _lower(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def _checksum(tree: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
-    """CRC-32 of all values, with names and shapes."""
-    found = zlib.crc32(json.dumps(tree).encode())
+    """CRC-32 of all values, names and shapes."""
+    checksum = zlib.crc32(json.dumps(tree).encode())
     for name, tensor in sorted(tensors.items()):
-        found = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), found)
-        # Of a single number the stride may be any, and bytes need one.
+        checksum = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), checksum)
+        # A tensor of one number may have any stride, but a view as bytes needs a stride of 1.
         flat = tensor.as_strided((tensor.numel(),), (1,))
-        found = zlib.crc32(flat.view(torch.uint8).numpy().data, found)
-    return found
+        checksum = zlib.crc32(flat.view(torch.uint8).numpy().data, checksum)
+    return checksum

@@ -1,6 +1,6 @@
-"""Price the stream unit by unit: predict, commit, and only then adapt.
+"""Score a shard unit by unit: predict, commit, and only then adapt.
 
-A unit is a chunk of whole documents, or the windows of a pass where they reach over documents.
+A unit is a few whole documents, or a group of windows that overlap or cross documents.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from underpar.core.dist import from_main, gather_objects
+from underpar.core.dist import gather_objects
 from underpar.core.runtime import Clock, Runtime
 from underpar.data.batch import Batch, pack_documents, segments_from_starts
 from underpar.data.shards import Shard
@@ -24,8 +24,8 @@ from underpar.infer.predictor import Predictor
 from underpar.infer.tilt import Mixture
 from underpar.recipe import ScorePart
 from underpar.score.ledger import Score
-from underpar.score.method import STOP_BITS, Method
-from underpar.score.tally import OnCommit, Tally
+from underpar.score.method import PLAIN, Deadline, Method
+from underpar.score.tally import OnCommit, OnShare, Tally
 from underpar.score.windows import (
     Window,
     chunk_documents,
@@ -38,19 +38,16 @@ from underpar.seams import BOS_ID
 if TYPE_CHECKING:
     from underpar.score.partial import Partial
 
-# Targets after which mixers learn.
+# Mixers learn after this many targets.
 SETTLE_EVERY = 1024
-# Tokens before a window that its first one may look back on: `smear` mixes in the token before, to
-# which `bigram` has added the one before that.
+# Tokens before a window that its first token may look back on: `smear` mixes in the token before,
+# to which `bigram` has added the one before that.
 LOOK_BACK = 2
-
-# (share of the targets done, bits per byte so far)
-OnChunk = Callable[[float, float], None]
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Consecutive targets of the stream; `windows` are empty where documents are packed whole."""
+    """Consecutive targets of the stream; without `windows` whole documents are packed."""
 
     documents: range
     first: int
@@ -60,159 +57,163 @@ class Unit:
 
 @dataclass
 class Scorer:
-    """Owns the loop, so that no adapter sees a token before it is priced."""
+    """One score of a shard. It owns the loop, so that no adapter sees a token before its price.
+
+    With `adapts` the predictor's adapters learn from each unit once it is priced.
+    """
 
     predictor: Predictor
     shard: Shard
     runtime: Runtime
     clock: Clock
+    part: ScorePart
+    method: Method = PLAIN
     mixture: Mixture = field(default_factory=lambda: Mixture([]))
+    adapts: bool = False
+    on_share: OnShare | None = None
     on_commit: OnCommit | None = None
     partial: Partial | None = None
+    now: Callable[[], float] = time.monotonic
 
-    def run(
-        self,
-        part: ScorePart,
-        adapt: bool = False,
-        on_chunk: OnChunk | None = None,
-        method: Method | None = None,
-    ) -> Score:
-        """The score of the whole shard; `adapt` learns from each unit once it is priced."""
-        method = method or Method(name="adapt" if adapt else "plain")
-        self._check(method, adapt)
-        self._tally = tally = Tally(self.shard, self.on_commit)
-        self._part = part
+    def __post_init__(self) -> None:
+        self._tally = Tally(self.shard, self.on_commit)
+        self._deadline = Deadline(self.method.seconds, self.runtime, self.now)
         self._stopped_at = -1
-        self.mixture.open(1, int(tally.expected.sum()))
-        self._deadline = time.monotonic() + method.seconds if method.seconds else float("inf")
-        first = self._resume(on_chunk)
-        for index, units in islice(enumerate(self._rounds(method, adapt)), first, None):
+
+    def run(self) -> Score:
+        """The score of the whole shard."""
+        self._check()
+        self.mixture.open(1, int(self._tally.expected.sum()))
+        first = self._resume()
+        for index, units in islice(enumerate(self._rounds()), first, None):
             if self.partial:
-                self.partial.offer(index, lambda: self._state(adapt))
-            if adapt and self._stopped_at < 0 and self._is_late():
-                self._stopped_at = index
-                tally.note("stop", index, units[0].documents[0])
-            batch = self._round(units)
-            if adapt and self._stopped_at < 0:
+                self.partial.offer(index, self._state)
+            learns = self.adapts and not self._is_over(index, units[0])
+            # Experts follow the whole stream on every rank; they need no device.
+            with self.clock.phase("hints" if self.mixture.experts else "score"):
+                proposals = [self.mixture.propose(0, self._targets(unit)) for unit in units]
+            with self.clock.phase("score"):
+                batch, log_probs = self._predict(units, proposals)
+                for unit, proposed, log_p in zip(units, proposals, log_probs, strict=False):
+                    self._commit(unit, proposed, log_p)
+            if learns:
                 assert batch is not None
                 with self.clock.phase("adapt"):
-                    self.adapt(batch, units[0].documents)
-            if on_chunk:
-                on_chunk(tally.share, tally.bpb)
-        return Score(
-            method.label,
-            tally.entries(),
-            self.clock.read(),
-            tally.events,
-            method.order,
-            self._stopped_at,
-            STOP_BITS if self._stopped_at >= 0 else 0.0,
-            method.as_dict(),
-        )
+                    self._adapt(batch, units[0].documents)
+            self._show()
+        return self._tally.score(self.method, self.clock, self._stopped_at)
 
-    def _state(self, adapt: bool) -> dict[str, Any]:
-        """All that the prices to come depend on, between two rounds."""
-        own = {"tally": self._tally.state(), "mixture": self.mixture.state()}
-        learnt = self.predictor.state() if adapt else {}
-        return {**own, "predictor": learnt, "stopped_at": self._stopped_at}
+    def _check(self) -> None:
+        method = self.method
+        if self.adapts and not self.predictor.can_adapt:
+            raise RuleError("this artifact's recipe names no adapter; add one under [levers]")
+        if self.adapts and self.runtime.world > 1:
+            raise RuleError("adapting follows one stream: score with --adapt on a single rank")
+        if self.adapts and method.stride:
+            raise RuleError("adapters learn from plain windows: leave out --stride")
+        if method.flat and not method.stride:
+            raise RuleError("--flat is for sliding windows: give --stride")
 
-    def _resume(self, on_chunk: OnChunk | None) -> int:
-        """Go on from what a stopped score left; returns the first round to price."""
-        if self.partial is None or (found := self.partial.find()) is None:
+    def _state(self) -> dict[str, Any]:
+        """Everything that later prices depend on, between two rounds."""
+        return {
+            "tally": self._tally.state(),
+            "mixture": self.mixture.state(),
+            "predictor": self.predictor.state() if self.adapts else {},
+            "stopped_at": self._stopped_at,
+        }
+
+    def _resume(self) -> int:
+        """Restore what a stopped score left; returns the first round to price."""
+        if self.partial is None or (left := self.partial.find()) is None:
             return 0
-        index, state = found
-        self._deadline -= self.partial.spent_seconds
+        index, state = left
+        self._deadline.spend(self.partial.spent_seconds)
         self._tally.load(state["tally"])
         self.mixture.load(state["mixture"])
         if state["predictor"]:
             self.predictor.load(state["predictor"])
         self._stopped_at = state["stopped_at"]
-        if on_chunk:
-            on_chunk(self._tally.share, self._tally.bpb)
+        self._show()
         return index
 
-    def _check(self, method: Method, adapt: bool) -> None:
-        if adapt and not self.predictor.can_adapt:
-            raise RuleError("this artifact's recipe names no adapter; add one under [levers]")
-        if adapt and self.runtime.world > 1:
-            raise RuleError("adapting follows one stream: score with --adapt on a single rank")
-        if adapt and method.stride:
-            raise RuleError("adapters learn from plain windows: leave out --stride")
-        if method.flat and not method.stride:
-            raise RuleError("--flat is for sliding windows: give --stride")
+    def _show(self) -> None:
+        if self.on_share:
+            self.on_share(self._tally.share, self._tally.bpb)
 
-    def _is_late(self) -> bool:
-        return bool(from_main(float(time.monotonic() > self._deadline), self.runtime))
+    def _is_over(self, index: int, unit: Unit) -> bool:
+        """True from the round on in which the time is over."""
+        if self._stopped_at < 0 and self._deadline.is_over():
+            self._stopped_at = index
+            self._tally.note("stop", index, unit.documents[0])
+        return self._stopped_at >= 0
 
-    def _rounds(self, method: Method, adapt: bool) -> Iterator[list[Unit]]:
-        """Units of the stream, one for each rank at a time."""
-        units: list[Unit] = []
-        for unit in self._units(method, self._part.adapt_tokens if adapt else 0):
-            units.append(unit)
-            if len(units) == self.runtime.world:
-                yield units
-                units = []
-        if units:
-            yield units
+    def _rounds(self) -> Iterator[list[Unit]]:
+        """Units of the stream, one per rank at a time."""
+        units = self._units()
+        while round_ := list(islice(units, self.runtime.world)):
+            yield round_
 
-    def _units(self, method: Method, adapt_tokens: int) -> Iterator[Unit]:
-        totals, starts = self._tally.expected, self.shard.starts
-        context, size = self.predictor.context, self._part.batch_tokens
-        if method.flat:
-            for group in group_windows(flat_windows(totals.tolist(), context, method.stride), size):
+    def _units(self) -> Iterator[Unit]:
+        totals, starts, stride = self._tally.expected, self.shard.starts, self.method.stride
+        context, size = self.predictor.context, self.part.batch_tokens
+        if self.method.flat:
+            for group in group_windows(flat_windows(totals.tolist(), context, stride), size):
                 first, last = group[0], group[-1]
                 begin, end = first.start + first.owned, last.start + last.length
                 documents = np.searchsorted(starts, [begin, end - 1], side="right") - 1
                 yield Unit(range(documents[0], documents[1] + 1), begin, end - begin, group)
             return
         lengths = np.diff(starts, append=self.shard.num_tokens).tolist()
-        for chunk in chunk_documents(lengths, adapt_tokens or size):
-            own = totals[chunk.start : chunk.stop]
+        for chunk in chunk_documents(lengths, self.part.adapt_tokens if self.adapts else size):
+            counts = totals[chunk.start : chunk.stop]
             windows: Sequence[Window] = ()
-            if method.stride:
-                windows = list(isolated_windows(own.tolist(), context, method.stride))
-            yield Unit(chunk, int(starts[chunk.start]), int(own.sum()), windows)
+            if stride:
+                windows = list(isolated_windows(counts.tolist(), context, stride))
+            yield Unit(chunk, int(starts[chunk.start]), int(counts.sum()), windows)
 
-    def _round(self, units: Sequence[Unit]) -> Batch | None:
-        """Price a unit on each rank and commit all of them, in order; returns what this one read.
-
-        Experts follow the stream on every rank: they need all of it and no device.
-        """
-        with self.clock.phase("hints" if self.mixture.experts else "score"):
-            proposals = [self.mixture.propose(0, self._targets(unit)) for unit in units]
-        batch, own = None, None
-        with self.clock.phase("score"):
-            if self.runtime.rank < len(units):
-                rank = self.runtime.rank
-                batch, log_p = self.price(units[rank], proposals[rank].hints)
-                own = (units[rank].first, log_p)
-            found = gather_objects(own, self.runtime)
-            for unit, proposed, share in zip(units, proposals, found, strict=False):
-                assert isinstance(share, tuple)
-                first, log_p = share
-                if first != unit.first:
-                    raise RuleError(f"a rank priced target {first}, {unit.first} was its own")
-                self._commit(unit, proposed, log_p)
-        return batch
+    def _predict(
+        self, units: Sequence[Unit], proposals: Sequence[Proposals]
+    ) -> tuple[Batch | None, list[np.ndarray]]:
+        """This rank's batch, and log-probabilities (n, 1 + K) of every rank's unit."""
+        batch, priced, rank = None, None, self.runtime.rank
+        if rank < len(units):
+            batch, log_p = self._price(units[rank], proposals[rank].hints)
+            priced = (units[rank].first, log_p)
+        log_probs = []
+        for unit, share in zip(units, gather_objects(priced, self.runtime), strict=False):
+            assert isinstance(share, tuple)
+            first, log_p = share
+            if first != unit.first:
+                raise RuleError(f"a rank priced target {first} instead of its own, {unit.first}")
+            log_probs.append(log_p)
+        return batch, log_probs
 
     def _commit(self, unit: Unit, proposals: Proposals, log_p: np.ndarray) -> None:
-        """Mix and enter the prices; mixers learn every few targets, once these are entered."""
+        """Mix the prices and enter them; mixers learn from targets that are entered."""
         targets = self._targets(unit)
         for begin in range(0, len(targets), SETTLE_EVERY):
-            own = slice(begin, begin + SETTLE_EVERY)
-            part = Proposals(proposals.hints[own], proposals.confidence[own])
-            priced = self.mixture.price(part, targets[own], log_p[own])
-            self._tally.commit_stream(unit.first + begin, -priced)
+            rows = slice(begin, begin + SETTLE_EVERY)
+            part = Proposals(proposals.hints[rows], proposals.confidence[rows])
+            mixed = self.mixture.price(part, targets[rows], log_p[rows])
+            self._tally.commit_stream(unit.first + begin, -mixed)
             self.mixture.settle()
         self._tally.note("price", unit.documents[0], unit.documents[-1])
+
+    def _adapt(self, batch: Batch, documents: Sequence[int]) -> None:
+        """Learn from the documents priced last."""
+        self.predictor.adapt(batch)
+        # A GPU works on after the call returns; that time belongs to this phase.
+        self.runtime.synchronize()
+        self._tally.note("adapt", documents[0], documents[-1])
 
     def _targets(self, unit: Unit) -> np.ndarray:
         return np.asarray(self.shard.tokens[unit.first + 1 : unit.first + unit.num_targets + 1])
 
-    def price(self, unit: Unit, hints: np.ndarray) -> tuple[Batch | None, np.ndarray]:
+    def _price(self, unit: Unit, hints: np.ndarray) -> tuple[Batch | None, np.ndarray]:
         """Log-probabilities (n, 1 + K) of a unit's targets and of `hints` (n, K).
 
-        The batch is what adapters may learn from, once this is committed.
+        The batch is what adapters may learn from, once the prices are committed.
         """
         if unit.windows:
             return None, self._price_windows(unit, hints)
@@ -222,36 +223,36 @@ class Scorer:
         return batch, log_p[: unit.num_targets]
 
     def _price_windows(self, unit: Unit, hints: np.ndarray) -> np.ndarray:
-        """Each target in the window that owns it; windows share a pass, no window sees another."""
+        """Each target in the window that owns it; windows share a pass but not their context."""
         is_flat = unit.windows[0].document < 0
         base = [0 if is_flat else int(self.shard.starts[d]) for d in unit.documents]
         done: list[np.ndarray] = []
         num_done = 0
-        for group in group_windows(unit.windows, self._part.batch_tokens):
+        for group in group_windows(unit.windows, self.part.batch_tokens):
             begins = [base[max(0, window.document)] + window.start for window in group]
             batch, owned = self._pack_windows(group, begins)
-            # Windows own targets one behind the other, as hints have them.
-            own = slice(num_done, num_done + len(owned))
-            done.append(self._log_p(batch, hints[own], owned)[owned])
+            # Windows own consecutive targets, in the order of the hints.
+            rows = slice(num_done, num_done + len(owned))
+            done.append(self._log_p(batch, hints[rows], owned)[owned])
             num_done += len(owned)
         return np.concatenate(done)
 
     def _pack_windows(
         self, windows: Sequence[Window], begins: Sequence[int]
     ) -> tuple[Batch, np.ndarray]:
-        """Windows that begin there in the stream, and the rows of the targets that they own.
+        """Windows that begin at these tokens of the stream, and the rows of targets they own.
 
-        The tokens that precede a window stand before it, as a piece that owns nothing: levers that
-        look one token back would else see the window that happens to share the pass.
+        The tokens before a window are packed before it, as a segment that owns no target. Levers
+        that look one token back would otherwise see the window that happens to share the pass.
         """
-        behind = np.array([min(LOOK_BACK, window.start) for window in windows])
+        before = np.array([min(LOOK_BACK, window.start) for window in windows])
         lengths = np.array([window.length for window in windows])
-        firsts = np.cumsum(behind + lengths) - lengths
+        firsts = np.cumsum(before + lengths) - lengths
         rows = [
             np.asarray(self.shard.tokens[begin - num : begin + length + 1], dtype=np.int64)
-            for begin, num, length in zip(begins, behind, lengths, strict=True)
+            for begin, num, length in zip(begins, before, lengths, strict=True)
         ]
-        cuts, size = np.append(firsts - behind, firsts), int(behind.sum() + lengths.sum())
+        cuts, size = np.append(firsts - before, firsts), int(before.sum() + lengths.sum())
         batch = Batch(
             torch.from_numpy(np.concatenate([row[:-1] for row in rows])),
             torch.from_numpy(np.concatenate([row[1:] for row in rows])),
@@ -261,15 +262,8 @@ class Scorer:
         return batch, np.concatenate([np.arange(f + w.owned, f + w.length) for f, w in pairs])
 
     def _log_p(self, batch: Batch, hints: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Log-probabilities (N, 1 + K); `hints` are those of some rows of the batch."""
+        """Log-probabilities (N, 1 + K); `hints` belong to some `rows` of the batch."""
         tokens = np.full((len(batch.targets), hints.shape[1]), -1, dtype=np.int64)
         tokens[rows] = hints
         wanted = torch.from_numpy(tokens) if hints.shape[1] else None
         return self.predictor.price(batch, wanted).cpu().double().numpy()
-
-    def adapt(self, batch: Batch, documents: Sequence[int]) -> None:
-        """Learn from the documents priced last."""
-        self.predictor.adapt(batch)
-        # A device works on behind the call; its time belongs here.
-        self.runtime.synchronize()
-        self._tally.note("adapt", documents[0], documents[-1])

@@ -1,36 +1,47 @@
-"""The ledger while it is written: each target priced once, in the order of the method."""
+"""The ledger while a score is made: each target priced once, in the order of the method."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from underpar.data.shards import Shard
 from underpar.errors import RuleError
-from underpar.score.ledger import Entry
+from underpar.score.ledger import Entry, Score
+from underpar.score.method import STOP_BITS, Method
 
-# Document, its first target among those entered, and their nats (n,), with all mixing done.
+if TYPE_CHECKING:
+    from underpar.core.runtime import Clock
+
+# Called with a document, its first target that is entered, and the final nats (n,) of the targets.
 OnCommit = Callable[[int, int, np.ndarray], None]
+# Called with the share of targets done, and the bits per byte so far.
+OnShare = Callable[[float, float], None]
+
+
+def num_targets_of(shard: Shard) -> np.ndarray:
+    """Targets per document: as many as tokens, as the next BOS ends it; the last has one less."""
+    totals = np.diff(shard.starts, append=shard.num_tokens).astype(np.int64)
+    totals[-1] -= 1
+    return totals
 
 
 class Tally:
-    """Bits and targets of each document so far, and what was done, in order."""
+    """Bits and targets of each document so far, and the events, in order."""
 
     def __init__(self, shard: Shard, on_commit: OnCommit | None = None) -> None:
         self._shard = shard
         self._on_commit = on_commit
         self._bits = np.zeros(shard.num_documents)
-        # The last document is followed by nothing: one target less.
-        self.expected = np.diff(shard.starts, append=shard.num_tokens).astype(np.int64)
-        self.expected[-1] -= 1
+        self.expected = num_targets_of(shard)
         self._priced = np.zeros(shard.num_documents, dtype=np.int64)
         self.events: list[tuple[str, int, int]] = []
 
     def commit(self, document: int, first: int, nats: np.ndarray) -> None:
-        """Add the prices of consecutive targets, which must be a document's next ones."""
+        """Enter the prices of a document's next targets; other targets are refused."""
         if first != self._priced[document]:
             raise RuleError(
                 f"document {document}: target {first} was priced when {self._priced[document]} "
@@ -42,22 +53,21 @@ class Tally:
             self._on_commit(document, first, nats)
 
     def commit_stream(self, first: int, nats: np.ndarray) -> None:
-        """Add the prices of consecutive targets of the stream; target i is token i + 1."""
-        place = 0
-        while place < len(nats):
-            document = int(np.searchsorted(self._shard.starts, first + place, side="right")) - 1
-            own = first + place - int(self._shard.starts[document])
-            count = min(len(nats) - place, int(self.expected[document]) - own)
+        """Enter the prices of consecutive targets of the stream; target i is token i + 1."""
+        while len(nats):
+            document = int(np.searchsorted(self._shard.starts, first, side="right")) - 1
+            target = first - int(self._shard.starts[document])
+            count = min(len(nats), int(self.expected[document]) - target)
             assert count > 0, "more prices than the stream has targets"
-            self.commit(document, own, nats[place : place + count])
-            place += count
+            self.commit(document, target, nats[:count])
+            first, nats = first + count, nats[count:]
 
     def note(self, kind: str, first: int, last: int) -> None:
-        """Remember what was done, behind everything before it."""
+        """Append an event."""
         self.events.append((kind, first, last))
 
     def is_finished(self, document: int) -> bool:
-        """True once all of a document is priced."""
+        """True once all targets of a document are priced."""
         return bool(self._priced[document] == self.expected[document])
 
     @property
@@ -68,21 +78,34 @@ class Tally:
     @property
     def bpb(self) -> float:
         """Bits per byte so far; bytes of unfinished documents count by their share."""
-        # A last document that is a BOS alone has nothing to wait for.
+        # A last document of a BOS alone has no target: its bytes count from the start.
         known = np.where(self.expected > 0, self._priced / np.maximum(1, self.expected), 1.0)
         return float(self._bits.sum() / max(1.0, float((known * self._shard.doc_bytes).sum())))
 
     def state(self) -> dict[str, Any]:
-        """What was entered and done so far."""
+        """Prices and events so far."""
         return {"bits": self._bits, "priced": self._priced, "events": self.events}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state of the same shard."""
+        """Restore a state of the same shard."""
         self._bits, self._priced = state["bits"], state["priced"]
         self.events = [(kind, first, last) for kind, first, last in state["events"]]
 
+    def score(self, method: Method, clock: Clock, stopped_at: int) -> Score:
+        """The score, once every target is priced; `stopped_at` is -1 if learning never ended."""
+        return Score(
+            method.label,
+            self.entries(),
+            clock.read(),
+            self.events,
+            method.order,
+            stopped_at,
+            STOP_BITS if stopped_at >= 0 else 0.0,
+            method.as_dict(),
+        )
+
     def entries(self) -> list[Entry]:
-        """One entry for each document, in the order of the file; all of them must be priced."""
+        """One entry per document, in the order of the file; all targets must be priced."""
         assert (self._priced == self.expected).all(), "a target was missed"
         columns = (self._bits, self._shard.doc_bytes, self._priced)
         return [

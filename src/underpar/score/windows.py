@@ -1,12 +1,12 @@
-"""The context each token is scored in: which documents share a pass, and how long ones are cut.
+"""The context that each token is scored in: which documents share a pass, how long ones are cut.
 
-A document is priced in pieces of `context` inputs; no piece sees another document, and a later
-piece starts without context (the packed evaluation of PR 1530). Chunks of documents close after
-the document that fills them, so a decoder, which knows what it has decoded, knows where each ends.
+A document is priced in pieces of `context` inputs. No piece sees another document, and a later
+piece starts without context (the packed evaluation of PR 1530). A chunk of documents ends after the
+document that fills it, so a decoder knows where a chunk ends from what it has decoded.
 
 Sliding windows overlap, so that a target sees at least `context - stride` inputs before its own
-(PR 50). Each target has one owner among them; early scorers let several windows price the last
-targets, which PR 1219 repaired. With a stride of `context` the windows are the plain pieces.
+(PR 50). One window owns each target. Early scorers let several windows price the last targets;
+PR 1219 repaired that. With a stride of `context` the windows are the plain pieces.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ STREAM = -1
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """`length` inputs from `start` on; it owns the scores of its local targets from `owned` on.
+    """`length` inputs from `start` on; the window owns its local targets from `owned` on.
 
-    Local target j is the token after input `start + j`, counted in the document or the stream.
+    Local target j is the token after input `start + j` of the document, or of the stream.
     """
 
     document: int
@@ -36,7 +36,7 @@ class Window:
 def sliding_windows(
     num_targets: int, context: int, stride: int, document: int = STREAM
 ) -> list[Window]:
-    """Windows of up to `context` inputs, one each `stride`, that own every target once."""
+    """Windows of up to `context` inputs, one per `stride` targets; each target has one owner."""
     require(
         1 <= stride <= context,
         f"stride = {stride}: expected from 1 to the context, {context} tokens",
@@ -51,7 +51,7 @@ def sliding_windows(
 
 
 def isolated_windows(num_targets: Sequence[int], context: int, stride: int) -> Iterator[Window]:
-    """The windows of each document in turn; none sees another document."""
+    """The windows of one document after the other; no window sees another document."""
     for document, total in enumerate(num_targets):
         yield from sliding_windows(total, context, stride, document)
 
@@ -62,7 +62,10 @@ def flat_windows(num_targets: Sequence[int], context: int, stride: int) -> Itera
 
 
 def group_windows(windows: Iterable[Window], batch_tokens: int) -> Iterator[list[Window]]:
-    """Consecutive windows in passes of at most `batch_tokens` inputs, or of one longer window."""
+    """Consecutive windows, grouped into passes of at most `batch_tokens` inputs.
+
+    A longer window has a pass of its own.
+    """
     group: list[Window] = []
     filled = 0
     for window in windows:
@@ -76,7 +79,7 @@ def group_windows(windows: Iterable[Window], batch_tokens: int) -> Iterator[list
 
 
 def chunk_documents(lengths: Sequence[int], chunk_tokens: int) -> Iterator[range]:
-    """Consecutive documents, each chunk the shortest with at least `chunk_tokens` tokens."""
+    """Consecutive documents; each chunk is the shortest one with `chunk_tokens` tokens or more."""
     first, filled = 0, 0
     for index, length in enumerate(lengths):
         filled += length

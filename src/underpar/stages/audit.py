@@ -15,12 +15,7 @@ from underpar.audit.order import for_probes
 from underpar.audit.rules import RULES, run_audit
 from underpar.build.artifact import build_tokenizer, read_artifact, require_same_tokenizer
 from underpar.build.model import build_predictor
-from underpar.build.scoring import (
-    Way,
-    method_of,
-    mixture_of,
-    run_method,
-)
+from underpar.build.scoring import ScoringRequest, method_of, mixture_of, run_method
 from underpar.codec.stream import Codec
 from underpar.core.progress import SILENT, Progress
 from underpar.core.run_folder import RunFolder, write_json
@@ -99,8 +94,10 @@ def rescorer(artifact: Artifact, runtime: Runtime) -> Rescore:
 
     def rescore(score: Score, shard: Shard, on_commit: OnCommit) -> Score:
         method, recipe = method_of(score, artifact.recipe)
-        way = Way(replace(method, seconds=0.0), runtime.for_probes, on_commit=on_commit)
-        return run_method(replace(artifact, recipe=for_probes(recipe, shard)), shard, way)
+        request = ScoringRequest(
+            replace(method, seconds=0.0), runtime.for_probes, on_commit=on_commit
+        )
+        return run_method(replace(artifact, recipe=for_probes(recipe, shard)), shard, request)
 
     return rescore
 

@@ -9,12 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from underpar.build.artifact import read_artifact, require_same_tokenizer
-from underpar.build.scoring import (
-    Way,
-    how_of,
-    open_method,
-    run_method,
-)
+from underpar.build.scoring import ScoringRequest, how_of, open_method, run_method
 from underpar.core.dist import process_group
 from underpar.core.progress import SILENT, Progress
 from underpar.core.run_folder import RunFolder, write_json
@@ -90,8 +85,8 @@ def score_artifact(
             task.update(share, f"{bpb:.4f} bits per byte")
 
         partial = Partial(file, {**what, "how": how}, runtime, clock, is_asked, progress.note)
-        way = Way(method, runtime, clock, on_share, partial=partial)
-        score = run_method(replace(artifact, recipe=recipe), data.val, way)
+        request = ScoringRequest(method, runtime, clock, on_share, partial=partial)
+        score = run_method(replace(artifact, recipe=recipe), data.val, request)
     about = {
         "artifact_sha256": identity,
         "artifact_bytes": artifact_path.stat().st_size,

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from underpar.build.artifact import read_artifact, require_same_tokenizer
-from underpar.build.scoring import Way, open_method, run_method
+from underpar.build.scoring import ScoringRequest, open_method, run_method
 from underpar.core.dist import process_group
 from underpar.core.runtime import Clock, open_runtime
 from underpar.data.folder import load_data
@@ -27,6 +27,8 @@ def main(argv: list[str] | None = None) -> None:
     data = load_data(Path(arguments[1]))
     require_same_tokenizer(artifact, data.tokenizer)
     with process_group(runtime):
-        score = run_method(replace(artifact, recipe=recipe), data.val, Way(method, runtime, clock))
+        score = run_method(
+            replace(artifact, recipe=recipe), data.val, ScoringRequest(method, runtime, clock)
+        )
     if runtime.is_main:
         print(json.dumps(score.as_dict()))

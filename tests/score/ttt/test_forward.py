@@ -1,4 +1,4 @@
-"""Compiled pricing: the plain answer, from one set of graphs for all widths of a step."""
+"""The forward pass of a step: compiled it gives the eager outputs, with one set of graphs."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -14,12 +14,19 @@ from lever_stacks import CPU, randomized
 from underpar.compile import regions as compiled
 from underpar.compile.regions import Sharing
 from underpar.infer.lora import Lora
+from underpar.infer.step import StepInputs, forward_step
 from underpar.levers.lora_ttt import Settings
 from underpar.model.gpt import GPT
 from underpar.recipe import load_recipe
-from underpar.score.ttt.forward import CompiledPricing, Given, Pricing, price_rows
-from underpar.score.ttt.reading import PIECE, FreshLanes, KeptLanes, Reading, Rows
-from underpar.score.ttt.schedule import Turn
+from underpar.score.ttt.forward import CompiledForward, Forward
+from underpar.score.ttt.reading import (
+    PADDING_SEGMENT,
+    FreshLanes,
+    HostInputs,
+    KeptLanes,
+    Reading,
+)
+from underpar.score.ttt.schedule import Chunk
 
 NUM_LANES, CONTEXT, VOCAB = 3, 64, 64
 SIZES = {"vocab_size": VOCAB, "dim": 32, "num_heads": 2, "num_kv_heads": 1, "mlp_dim": 32}
@@ -30,7 +37,7 @@ KEYS = pytest.mark.parametrize("keys", ["kept", "fresh"])
 TEXT = np.random.default_rng(0).integers(4, VOCAB, 400)
 
 # Log-probabilities, and gradients of all adapters.
-Answer = tuple[Tensor, Tensor]
+Learnt = tuple[Tensor, Tensor]
 
 
 class Counted(Sharing):
@@ -64,7 +71,7 @@ def model() -> GPT:
 def make_lora(model: GPT, num_lanes: int) -> Lora:
     lora = Lora(model, Settings(sites=("k", "mlp", "head"), rank=3), range(num_lanes), CPU)
     with torch.no_grad():
-        lora._work.normal_(std=0.05)
+        lora.work.normal_(std=0.05)
     return lora
 
 
@@ -72,75 +79,79 @@ def make_reading(model: GPT, keys: str, num_lanes: int) -> Reading:
     if keys == "kept":
         return KeptLanes(model.spec, lambda document: TEXT, lambda first: 24, num_lanes, CPU)
 
-    def window_of(turn: Turn) -> tuple[int, int, int]:
-        return 0, turn.first + turn.count, turn.first
+    def window_of(chunk: Chunk) -> tuple[int, int, int]:
+        return 0, chunk.first + chunk.count, chunk.first
 
     return FreshLanes(model.spec, lambda document: TEXT, window_of, one_bound=True)
 
 
-def given_of(rows: Rows) -> Given:
-    """What the rows leave open, with a further token for each target."""
-    targets = rows.targets.reshape(-1, 1)
+def inputs_of(host: HostInputs) -> StepInputs:
+    """The host's inputs as tensors, with a further token for each target."""
+    targets = host.targets.reshape(-1, 1)
     wanted = torch.from_numpy(np.concatenate((targets, targets[::-1]), axis=1))
-    places = None if rows.places is None else torch.from_numpy(rows.places.ravel())
+    rows = None if host.rows is None else torch.from_numpy(host.rows.ravel())
     weights = torch.linspace(1, 2, len(targets))
-    inputs, counts = (torch.from_numpy(values) for values in (rows.inputs.ravel(), rows.counts))
-    return Given(inputs, counts, places, wanted, weights)
+    tokens, counts = (torch.from_numpy(values) for values in (host.tokens.ravel(), host.counts))
+    return StepInputs(tokens, counts, rows, wanted, weights)
 
 
-def answer(price: Pricing, model: GPT, lora: Lora, lanes: Reading, rows: Rows) -> Answer:
-    """Price and learn, but for the step itself."""
-    given = given_of(rows)
+def run(forward: Forward, model: GPT, lora: Lora, lanes: Reading, host: HostInputs) -> Learnt:
+    """Log-probabilities and gradients of one step."""
+    inputs = inputs_of(host)
     with lora.attached():
-        log_p, loss = price(model, given, lanes.cache(given.counts, given.width))
+        log_p, loss = forward(model, inputs, lanes.cache(inputs.counts, inputs.width))
     lanes.commit()
     grads = lora.differentiate(loss)
     assert grads.any()
     return log_p.detach(), grads
 
 
-def answer_both(
-    price: Pricing, model: GPT, lora: Lora, lanes: tuple[Reading, Reading], turns: Sequence[Turn]
-) -> tuple[Answer, Answer]:
-    """The plain answer to the same step, and the other."""
-    found = []
-    for own, pricing in zip(lanes, (price_rows, price), strict=True):
-        rows = own.rows(turns, len(lora.lanes))
-        found.append(answer(pricing, model, lora, own, rows))
-    return found[0], found[1]
+def run_both(
+    compiled: Forward,
+    model: GPT,
+    lora: Lora,
+    lanes: tuple[Reading, Reading],
+    chunks: Sequence[Chunk],
+) -> tuple[Learnt, Learnt]:
+    """The same step eagerly and compiled."""
+    results = []
+    for reading, forward in zip(lanes, (forward_step, compiled), strict=True):
+        host = reading.host_inputs(chunks, len(lora.lanes))
+        results.append(run(forward, model, lora, reading, host))
+    return results[0], results[1]
 
 
 @KEYS
 def test_all_widths_are_one_set_of_graphs(model: GPT, keys: str) -> None:
-    price, lora = CompiledPricing(vary=True), make_lora(model, NUM_LANES)
+    forward, lora = CompiledForward(vary=True), make_lora(model, NUM_LANES)
     lanes = make_reading(model, keys, NUM_LANES), make_reading(model, keys, NUM_LANES)
-    # Plain first: it makes what a compiled pass finds.
-    for pricing in (price_rows, price):
-        answer(pricing, model, lora, lanes[1], lanes[1].rehearsal(NUM_LANES, 9))
+    # An eager step comes first: it makes the buffers that a compiled step expects.
+    for either in (forward_step, forward):
+        run(either, model, lora, lanes[1], lanes[1].empty_inputs(NUM_LANES, 9))
     # Embedding, three visits, and the end.
     assert Counted.num_traces == 5
     first = 0
     for width in (8, 24, 13, 5, 3, 2, 1):
         counts = [max(1, width - lane) for lane in range(NUM_LANES)]
-        turns = [Turn(lane, lane, first, count, False) for lane, count in enumerate(counts)]
-        plain, found = answer_both(price, model, lora, lanes, turns)
-        torch.testing.assert_close(found[0], plain[0], rtol=0, atol=1e-5)
-        atol = 1e-4 * float(plain[1].abs().max())
-        torch.testing.assert_close(found[1], plain[1], rtol=0, atol=atol)
+        chunks = [Chunk(lane, lane, first, count, False) for lane, count in enumerate(counts)]
+        eager, found = run_both(forward, model, lora, lanes, chunks)
+        torch.testing.assert_close(found[0], eager[0], rtol=0, atol=1e-5)
+        atol = 1e-4 * float(eager[1].abs().max())
+        torch.testing.assert_close(found[1], eager[1], rtol=0, atol=atol)
         assert Counted.num_traces == 5
         first += counts[-1]
 
 
 @KEYS
 def test_a_hollow_step_has_the_sizes_of_its_width(model: GPT, keys: str) -> None:
-    price, lora = CompiledPricing(vary=True), make_lora(model, NUM_LANES)
+    forward, lora = CompiledForward(vary=True), make_lora(model, NUM_LANES)
     lanes = make_reading(model, keys, NUM_LANES)
-    answer(price_rows, model, lora, lanes, lanes.rehearsal(NUM_LANES, 9))
+    run(forward_step, model, lora, lanes, lanes.empty_inputs(NUM_LANES, 9))
     for width in (9, 24):
-        given = given_of(lanes.rehearsal(NUM_LANES, width))
-        with price.regions.trace_only(), lora.attached():
-            log_p, loss = price(model, given, lanes.cache(given.counts, given.width))
-        assert log_p.shape == given.wanted.shape and loss.requires_grad
+        inputs = inputs_of(lanes.empty_inputs(NUM_LANES, width))
+        with forward.regions.trace_only(), lora.attached():
+            log_p, loss = forward(model, inputs, lanes.cache(inputs.counts, inputs.width))
+        assert log_p.shape == inputs.wanted.shape and loss.requires_grad
     assert Counted.num_traces == 5
 
 
@@ -149,12 +160,12 @@ def test_a_hollow_step_has_the_sizes_of_its_width(model: GPT, keys: str) -> None
 def test_a_token_or_two_are_not_compiled(model: GPT, keys: str, num_lanes: int, width: int) -> None:
     lora = make_lora(model, num_lanes)
     lanes = make_reading(model, keys, num_lanes), make_reading(model, keys, num_lanes)
-    price = CompiledPricing(vary=True)
+    forward = CompiledForward(vary=True)
     # Rows that are read again have more tokens in the second step, and no more targets.
     for first in (0, width):
-        turns = [Turn(lane, lane, first, width, False) for lane in range(num_lanes)]
-        plain, found = answer_both(price, model, lora, lanes, turns)
-        assert all(map(torch.equal, found, plain))
+        chunks = [Chunk(lane, lane, first, width, False) for lane in range(num_lanes)]
+        eager, found = run_both(forward, model, lora, lanes, chunks)
+        assert all(map(torch.equal, found, eager))
     assert Counted.num_traces == 0
 
 
@@ -164,10 +175,11 @@ def test_a_token_or_two_are_not_compiled(model: GPT, keys: str, num_lanes: int, 
 )
 def test_attention_is_cut_behind_windows_and_nowhere_else(counts: list[int], width: int) -> None:
     spec = replace(load_recipe("cpu").model, context=1024)
-    lanes = FreshLanes(spec, lambda document: TEXT, lambda turn: (0, 0, 0))
-    cu = lanes._cuts(torch.tensor([min(count, width) for count in counts]), width).tolist()
+    lanes = FreshLanes(spec, lambda document: TEXT, lambda chunk: (0, 0, 0))
+    cut = torch.tensor([min(count, width) for count in counts])
+    cu = lanes.segments(cut, width).cu.tolist()
     # As many for every width; empty pieces are behind all others.
-    assert len(cu) == 1 + len(counts) * -(-spec.context // PIECE)
+    assert len(cu) == 1 + len(counts) * -(-spec.context // PADDING_SEGMENT)
     num_cuts = len(set(cu)) - 1
     assert cu[: num_cuts + 1] == sorted(set(cu)) and set(cu[num_cuts:]) == {len(counts) * width}
     for lane, count in enumerate(counts):
@@ -175,4 +187,4 @@ def test_attention_is_cut_behind_windows_and_nowhere_else(counts: list[int], wid
         assert {begin, end} <= set(cu)
         inside = [cut - begin for cut in cu if begin < cut < end]
         assert all(cut >= count for cut in inside)
-        assert all(cut % PIECE == 0 for cut in inside)
+        assert all(cut % PADDING_SEGMENT == 0 for cut in inside)

@@ -15,23 +15,33 @@ from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.utils import counters
 
-from lane_runs import ALONE, CONTEXT, NUM_TARGETS, SETTINGS, SHARD, SORTED, STREAM, Run, make_shard
+from lane_runs import (
+    ALONE,
+    CONTEXT,
+    NUM_TARGETS,
+    SETTINGS,
+    SHARD,
+    SORTED,
+    STREAM,
+    VOCAB,
+    Run,
+    make_shard,
+)
 from lever_stacks import CPU
 from thread_ranks import Ranks
 from underpar.compile import regions as compiled
 from underpar.core.runtime import Clock, Runtime
 from underpar.data.batch import segments_from_starts
 from underpar.data.shards import Shard
-from underpar.infer.lora import Lora, Place
+from underpar.infer.lora import AdapterKey, Lora
+from underpar.infer.step import forward_step
 from underpar.levers import phased_sgd
 from underpar.levers.lora_ttt import Settings
 from underpar.model.kv_cache import PackedCache
 from underpar.score.method import Method
-from underpar.score.ttt import lanes as team_module
-from underpar.score.ttt.forward import price_rows
-from underpar.score.ttt.lanes import Team
-from underpar.score.ttt.reading import FreshLanes, KeptLanes, Sizes
-from underpar.score.ttt.schedule import Turn
+from underpar.score.ttt.lanes import LaneBatch
+from underpar.score.ttt.reading import FreshLanes, KeptLanes, StepShapes
+from underpar.score.ttt.schedule import Chunk
 from underpar.seams import Visit
 
 # Shapes of another number of lanes round otherwise; nats a target, of which it has about four.
@@ -44,25 +54,44 @@ def price_alike(one: Run, other: Run) -> bool:
 
 
 def test_a_document_learns_once_between_two_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    learn, steps, moved = Team.learn, dict.fromkeys(range(len(NUM_TARGETS)), 0), list[bool]()
+    learn, steps, moved = LaneBatch.learn, dict.fromkeys(range(len(NUM_TARGETS)), 0), list[bool]()
 
-    def watch(team: Team, turns: Sequence[Turn]) -> None:
-        before = team._lora._weights.clone()
-        learn(team, turns)
-        learning = [turn.lane for turn in turns if not turn.is_last]
-        for turn in turns:
-            steps[turn.document] = int(team._lora._steps[turn.lane])
-        assert all((team._lora._weights[lane] != before[lane]).any() for lane in learning)
-        others = set(range(len(team.lanes))) - set(learning)
-        moved.extend(not torch.equal(team._lora._weights[i], before[i]) for i in others)
+    def watch(batch: LaneBatch, chunks: Sequence[Chunk]) -> None:
+        before = batch.lora.weights.clone()
+        learn(batch, chunks)
+        learning = [chunk.lane for chunk in chunks if not chunk.is_last]
+        for chunk in chunks:
+            steps[chunk.document] = int(batch.lora.steps[chunk.lane])
+        assert all((batch.lora.weights[lane] != before[lane]).any() for lane in learning)
+        others = set(range(len(batch.lanes))) - set(learning)
+        moved.extend(not torch.equal(batch.lora.weights[i], before[i]) for i in others)
 
-    monkeypatch.setattr(Team, "learn", watch)
+    monkeypatch.setattr(LaneBatch, "learn", watch)
     Run(settings=replace(SETTINGS, short=("8:2",))).go()
     # Chunks of 2 up to 8 targets, then of 4.
     num_chunks = [math.ceil(min(n, 8) / 2) + math.ceil(max(0, n - 8) / 4) for n in NUM_TARGETS]
     assert list(steps.values()) == [max(0, num - 1) for num in num_chunks]
     # Lanes whose document has ended, in steps in which others learn.
     assert moved and not any(moved)
+
+
+def test_adapted_prices_of_all_tokens_are_one_distribution() -> None:
+    run = Run()
+    reading = KeptLanes(run.model.spec, SHARD.doc, lambda first: SETTINGS.chunk, 2, CPU)
+    lora = Lora(run.model, SETTINGS, range(2), CPU)
+    batch = LaneBatch(run.predictor, reading, lora, forward_step, Clock())
+    every_token = np.tile(np.arange(VOCAB), (SETTINGS.chunk, 1))
+    for first in range(0, 3 * SETTINGS.chunk, SETTINGS.chunk):
+        chunks = [Chunk(lane, 3 + 3 * lane, first, SETTINGS.chunk, False) for lane in range(2)]
+        batch.begin(chunks)
+        priced = batch.price(chunks, dict.fromkeys(range(2), every_token))
+        batch.learn(chunks)
+        for chunk in chunks:
+            log_p = priced[chunk.lane]
+            np.testing.assert_allclose(np.exp(log_p[:, 1:]).sum(axis=1), 1, atol=1e-5)
+            targets = SHARD.doc(chunk.document)[first + 1 : first + 1 + SETTINGS.chunk]
+            assert np.array_equal(log_p[:, 0], log_p[np.arange(len(targets)), 1 + targets])
+    assert lora.steps.tolist() == [3, 3]
 
 
 @pytest.mark.parametrize("num_lanes", [1, 2, 50])
@@ -77,64 +106,66 @@ def test_a_warm_lane_remembers_the_document_before() -> None:
 
 
 def test_dropping_lanes_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    price, sizes = Team.price, list[int]()
+    price, sizes = LaneBatch.price, list[int]()
 
-    def watch(team: Team, turns: Sequence[Turn], *rest: Any) -> dict[int, np.ndarray]:
-        sizes.append(len(team.lanes))
-        return price(team, turns, *rest)
+    def watch(batch: LaneBatch, chunks: Sequence[Chunk], *rest: Any) -> dict[int, np.ndarray]:
+        sizes.append(len(batch.lanes))
+        return price(batch, chunks, *rest)
 
-    monkeypatch.setattr(Team, "price", watch)
+    monkeypatch.setattr(LaneBatch, "price", watch)
     settings = replace(SETTINGS, lanes=6, warm=True)
     shrinking = Run(settings=settings).go()
     assert (sizes[0], sizes[-1]) == (6, 1)
-    monkeypatch.setattr(Team, "shrink", lambda team, turns: None)
+    monkeypatch.setattr(LaneBatch, "shrink", lambda batch, chunks: None)
     assert price_alike(shrinking, Run(settings=settings).go())
     assert sizes[-1] == 6
 
 
-def state_of(team: Team) -> dict[str, Any]:
-    """All that a team learns, keeps and may draw from."""
-    lora, (_, *numpy_state) = team._lora, np.random.get_state()
-    state = {"lora": [lora._weights, lora._moments, lora._steps, lora._work.detach()]}
+def state_of(batch: LaneBatch) -> dict[str, Any]:
+    """Everything that lanes learn, keep and may draw from."""
+    lora, reading = batch.lora, batch.reading.state()
+    (_, *numpy_state) = np.random.get_state()
+    state = {"lora": [lora.weights, lora.moments, lora.steps, lora.work.detach()]}
     state["random"] = [torch.get_rng_state(), *map(torch.as_tensor, numpy_state)]
-    if isinstance(team.reading, KeptLanes):
-        cache, held = team.reading._past, team.reading._held
-        state["lengths"] = [cache.lengths, torch.tensor(held)]
-        state["last"] = list(cache._last.values())
-        caches = cache._slots.values()
+    if reading:
+        held, past = reading["held"], reading["past"]
+        state["lengths"] = [past["lengths"], torch.tensor(held)]
+        state["last"] = list(past["last"].values())
+        caches = past["slots"].values()
         state["keys"] = [cache[:, i, :n] for cache in caches for i, n in enumerate(held)]
     return copy.deepcopy(state)
 
 
-def record_before_each_step(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Have every team record its steps again and again; says of each time if nothing changed."""
-    price, same = Team.price, list[bool]()
+def capture_before_each_step(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Have every batch capture its steps again and again; says each time if nothing changed."""
+    price, same = LaneBatch.price, list[bool]()
 
-    def watch(team: Team, turns: Sequence[Turn], *rest: Any) -> dict[int, np.ndarray]:
-        is_fresh = isinstance(team.reading, FreshLanes)
-        sizes = Sizes((SETTINGS.chunk, CONTEXT) if is_fresh else (SETTINGS.chunk,), SETTINGS.chunk)
-        # What lanes remember of a token is there from the first pass on.
-        team.record(sizes, 0)
-        before = state_of(team)
-        team.record(sizes, 0)
-        after = state_of(team)
+    def watch(batch: LaneBatch, chunks: Sequence[Chunk], *rest: Any) -> dict[int, np.ndarray]:
+        is_fresh = isinstance(batch.reading, FreshLanes)
+        widths = (SETTINGS.chunk, CONTEXT) if is_fresh else (SETTINGS.chunk,)
+        shapes = StepShapes(widths, SETTINGS.chunk)
+        # What lanes remember of the last token exists from the first pass on.
+        batch.capture(shapes, 0)
+        before = state_of(batch)
+        batch.capture(shapes, 0)
+        after = state_of(batch)
         pairs = [zip(before[key], after[key], strict=True) for key in before]
         same.append(all(torch.equal(*pair) for group in pairs for pair in group))
-        return price(team, turns, *rest)
+        return price(batch, chunks, *rest)
 
-    monkeypatch.setattr(Team, "price", watch)
+    monkeypatch.setattr(LaneBatch, "price", watch)
     return same
 
 
 @pytest.mark.parametrize(
     ("method", "keys"), [(STREAM, "kept"), (STREAM, "fresh"), (SORTED, "fresh")]
 )
-def test_recording_changes_no_bit(
+def test_capturing_changes_no_bit(
     method: Method, keys: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = replace(SETTINGS, keys=keys)
     cold = Run(settings=settings, method=method).go()
-    same = record_before_each_step(monkeypatch)
+    same = capture_before_each_step(monkeypatch)
     warm = Run(settings=settings, method=method).go()
     assert len(same) > 10 and all(same)
     # Rows are padded to other widths, which rounds otherwise.
@@ -152,16 +183,16 @@ def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-def test_a_compiled_team_prices_as_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, record, num_graphs = Run().go(), Team.record, list[int]()
+def test_compiled_lanes_price_as_eager_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, capture, num_graphs = Run().go(), LaneBatch.capture, list[int]()
 
-    def watch(team: Team, sizes: Sizes, num_hints: int) -> None:
-        record(team, sizes, num_hints)
+    def watch(batch: LaneBatch, shapes: StepShapes, num_hints: int) -> None:
+        capture(batch, shapes, num_hints)
         num_graphs.append(counters["stats"]["unique_graphs"])
 
-    monkeypatch.setattr(Team, "record", watch)
+    monkeypatch.setattr(LaneBatch, "capture", watch)
     before = counters["stats"]["unique_graphs"]
-    same = record_before_each_step(monkeypatch)
+    same = capture_before_each_step(monkeypatch)
     other = Run(runtime=replace(ALONE, compiled=True)).go()
     assert price_alike(other, plain) and other.score.events == plain.score.events
     assert len(same) > 10 and all(same)
@@ -175,7 +206,7 @@ def test_a_compiled_team_prices_as_another(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("method", "keys"), [(STREAM, "kept"), (STREAM, "fresh"), (SORTED, "fresh")]
 )
-def test_recorded_steps_price_as_plain_ones_on_a_gpu(method: Method, keys: str) -> None:
+def test_captured_steps_price_as_eager_ones_on_a_gpu(method: Method, keys: str) -> None:
     plain = Runtime(torch.device("cuda"), full_precision=True)
     settings = replace(SETTINGS, keys=keys)
     one, other = (
@@ -186,19 +217,19 @@ def test_recorded_steps_price_as_plain_ones_on_a_gpu(method: Method, keys: str) 
 
 
 @pytest.mark.parametrize(("backend", "recordable"), [("flash", True), ("sdpa", False)])
-def test_what_the_host_cuts_is_not_recorded(
+def test_steps_that_need_the_host_are_not_captured(
     backend: str, recordable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(team_module, "backend_of", lambda *args: backend)
+    monkeypatch.setattr("underpar.score.ttt.lanes.backend_of", lambda *args: backend)
     run = Run()
     model, text_of = run.model, SHARD.doc
-    fresh = FreshLanes(model.spec, text_of, lambda turn: (0, 1, 0))
+    fresh = FreshLanes(model.spec, text_of, lambda chunk: (0, 1, 0))
     kept = KeptLanes(model.spec, text_of, lambda first: 4, 3, CPU)
     monkeypatch.setattr(run.predictor, "device", torch.device("cuda"))
 
     def says(reading: FreshLanes | KeptLanes) -> bool:
         lora = Lora(model, SETTINGS, range(3), CPU)
-        return Team(run.predictor, reading, lora, price_rows, Clock())._is_recordable()
+        return LaneBatch(run.predictor, reading, lora, forward_step, Clock()).is_capturable()
 
     # Kept lanes have an attention of their own.
     assert (says(fresh), says(kept)) == (recordable, True)
@@ -211,8 +242,8 @@ class ByTheBook:
 
     def __init__(self, run: Run) -> None:
         self.own, self.model = run.settings, run.predictor.model
-        self.a: dict[Place, Tensor] = {}
-        self.b: dict[Place, Tensor] = {}
+        self.a: dict[AdapterKey, Tensor] = {}
+        self.b: dict[AdapterKey, Tensor] = {}
 
     def prices(self) -> dict[int, np.ndarray]:
         """Document -> nats; groups of documents of like length, the longest first."""
@@ -220,7 +251,7 @@ class ByTheBook:
         size = self.own.lanes
         groups = [ascending[i : i + size] for i in range(0, len(ascending), size)]
         nats: dict[int, np.ndarray] = {}
-        slots: list[dict[Place, Tensor]] = []
+        slots: list[dict[AdapterKey, Tensor]] = []
         for group in reversed(groups):
             longest = NUM_TARGETS[group[-1]]
             # The number of tokens, both BOS counted, decides.
@@ -238,9 +269,9 @@ class ByTheBook:
                         a.data *= (1 - self.own.lr * self.own.decay) ** num_left
         return nats
 
-    def _first_a(self, number: int) -> dict[Place, Tensor]:
+    def _first_a(self, number: int) -> dict[AdapterKey, Tensor]:
         lora = Lora(self.model, self.own, [number], CPU)
-        pairs = lora._layout.cut(lora._weights)
+        pairs = lora.layout.cut(lora.weights)
         self.b = {place: b[0] for place, (_, b) in pairs.items()}
         return {place: a[0].clone().requires_grad_() for place, (a, _) in pairs.items()}
 

@@ -20,12 +20,14 @@ from lane_runs import (
     STREAM,
     Run,
     changed,
+    make_shard,
     shortened,
     stop_after,
     without,
 )
 from lever_stacks import randomized
 from underpar.core.runtime import Clock
+from underpar.data.batch import pack_documents
 from underpar.infer.experts import Ints, Proposals
 from underpar.infer.ngram import CountExpert, Gate, MatchExpert
 from underpar.infer.strengths import make_strength
@@ -59,9 +61,9 @@ def test_every_target_is_priced_once(
     assert (run.score.order, run.score.stopped_at, run.score.side_bits) == (method.order, -1, 0.0)
 
 
-def test_without_a_rate_adapters_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_rate_adapters_change_no_bit() -> None:
     assert Run().go().bits != (frozen := Run(settings=FROZEN).go()).bits
-    bare = Run(method=stop_after(monkeypatch, 0)).go()
+    bare = Run(**stop_after(0)).go()
     assert {kind for kind, _, _ in bare.score.events} == {"price", "stop"}
     for document in range(SHARD.num_documents):
         assert np.array_equal(frozen.nats(document), bare.nats(document))
@@ -72,13 +74,28 @@ def test_without_a_rate_prices_are_those_of_sliding_windows(keys: str, stride: i
     # A window that is read again begins without a token before it: no lever here looks back.
     found = Run(settings=replace(FROZEN, keys=keys), model=randomized(PLAIN)).go()
     wanted = Run(model=found.model)
-    scorer = Scorer(wanted.predictor, SHARD, ALONE, Clock())
-    scorer.on_commit = lambda *commit: wanted.commits.append(commit)
-    scorer.run(ScorePart(), method=Method(stride=stride))
+    method, commits = Method(stride=stride), wanted.commits
+    scorer = Scorer(wanted.predictor, SHARD, ALONE, Clock(), ScorePart(), method)
+    replace(scorer, on_commit=lambda *commit: commits.append(commit)).run()
     for document in range(SHARD.num_documents):
         np.testing.assert_allclose(
             found.nats(document), wanted.nats(document), rtol=0, atol=1e-4, strict=True
         )
+
+
+@KEYS
+def test_without_a_rate_prices_are_those_of_the_predictor(keys: str) -> None:
+    shard = make_shard([CONTEXT, 5, 12, 2, 1])
+    settings = replace(FROZEN, keys=keys, chunk=CONTEXT, lanes=1)
+    run = Run(shard, settings).go()
+    for document in range(shard.num_documents - 1):
+        batch, _ = pack_documents([shard.doc(document)], 1, CONTEXT)
+        nats, wanted = run.nats(document), run.predictor.nll(batch).double().numpy()
+        if keys == "fresh":
+            # The same shapes: one row is one packed document.
+            assert np.array_equal(nats, wanted)
+        # Kept lanes have another kernel for attention.
+        np.testing.assert_allclose(nats, wanted, rtol=0, atol=1e-5)
 
 
 @WAYS
@@ -210,10 +227,10 @@ def test_published_phases_are_followed_by_new_adapters() -> None:
     assert phased.bits[4] != Run(settings=settings, method=SORTED).go().bits[4]
 
 
-def test_time_that_is_up_ends_the_learning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_learning_ends_when_time_is_over() -> None:
     whole = Run().go()
     phases = phased_sgd.PhasedSGD(phased_sgd.Settings(prefix=0.75, lr=0.1, chunk_tokens=16))
-    late = Run(method=stop_after(monkeypatch, 5), phases=phases)
+    late = Run(**stop_after(5), phases=phases)
     before = late.predictor.state_hash()
     score = late.go().score
     assert (score.stopped_at, score.side_bits) == (5, STOP_BITS)

@@ -1,4 +1,4 @@
-"""This rank's lanes: they read, are priced, and learn what they were priced on."""
+"""This rank's lanes: they read their next chunks, price them, and learn from what was priced."""
 
 from __future__ import annotations
 
@@ -11,135 +11,137 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from underpar.compile.cuda_graphs import RecordedStep
 from underpar.core.runtime import Clock
 from underpar.infer.lora import Lora
 from underpar.infer.predictor import Predictor
 from underpar.infer.sgd import products
+from underpar.infer.step import StepInputs, StepOutputs, forward_step
 from underpar.kernels.attention import BACKENDS, backend_of
 from underpar.model.gpt import Block
-from underpar.score.ttt.forward import Answer, CompiledPricing, Given, Pricing, price_rows
-from underpar.score.ttt.reading import KeptLanes, Reading, Rows, Sizes, upload
-from underpar.score.ttt.schedule import Turn
+from underpar.score.ttt.forward import CapturedStep, CompiledForward, Forward
+from underpar.score.ttt.reading import HostInputs, KeptLanes, Reading, StepShapes, upload
+from underpar.score.ttt.schedule import Chunk
 
-# Lane -> tokens (count, K) that experts propose for the targets of its turn; -1 for none.
+# Lane -> tokens (count, K) that experts propose for the targets of its chunk; -1 for none.
 Hints = Mapping[int, np.ndarray]
 
 
-class Team:
-    """Some of the job's lanes, by number, as rows 0, 1, ... of one batch."""
+class LaneBatch:
+    """The lanes of this rank, by number, as rows 0, 1, ... of one batch."""
 
     def __init__(
-        self, predictor: Predictor, reading: Reading, lora: Lora, pricing: Pricing, clock: Clock
+        self, predictor: Predictor, reading: Reading, lora: Lora, forward: Forward, clock: Clock
     ) -> None:
+        """`forward` is the forward pass of steps that learn: `forward_step`, or compiled."""
         self.reading = reading
+        self.lora = lora
         self._predictor = predictor
-        self._lora = lora
-        self._pricing = pricing
+        self._forward = forward
         self._clock = clock
         self._grads: Tensor | None = None
         self._has_priced = False
-        self._sizes: Sizes | None = None
-        self._recorded: dict[int, RecordedStep] = {}
+        self._shapes: StepShapes | None = None
+        self._captured: dict[int, CapturedStep] = {}
 
     @property
     def lanes(self) -> Sequence[int]:
         """The number of each row's lane."""
-        return self._lora.lanes
+        return self.lora.lanes
 
-    def own(self, turns: Sequence[Turn]) -> list[Turn]:
-        """The turns of this team, with its rows as lanes."""
+    def rows_of(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+        """The chunks of this rank's lanes, with rows in place of lanes."""
         rows = {lane: row for row, lane in enumerate(self.lanes)}
-        own = [(turn, rows[turn.lane]) for turn in turns if turn.lane in rows]
-        return [turn if turn.lane == row else replace(turn, lane=row) for turn, row in own]
+        pairs = [(chunk, rows[chunk.lane]) for chunk in chunks if chunk.lane in rows]
+        return [chunk if chunk.lane == row else replace(chunk, lane=row) for chunk, row in pairs]
 
-    def shrink(self, turns: Sequence[Turn]) -> None:
-        """Drop the lanes that take no part in `turns`, if they are half of all or more.
+    def shrink(self, chunks: Sequence[Chunk]) -> None:
+        """Drop the lanes without a chunk, if they are half of all lanes or more.
 
-        A lane without a turn has none to come: documents have run out. What is recorded is so for
-        a number of lanes, and keeps it.
+        A lane without a chunk gets none later: documents have run out. Captured steps have a fixed
+        number of lanes, so captured batches do not shrink.
         """
-        active = [turn.lane for turn in turns]
-        few = 0 < len(active) <= len(self.lanes) // 2 and not self._recorded
+        active = [chunk.lane for chunk in chunks]
+        few = 0 < len(active) <= len(self.lanes) // 2 and not self._captured
         if few and isinstance(self.reading, KeptLanes):
             self.reading.keep(active)
-            self._lora.keep(torch.tensor(active, device=self._predictor.device))
+            self.lora.keep(torch.tensor(active, device=self._predictor.device))
 
     def renew(self) -> None:
-        """New adapters, between two groups of documents."""
-        self._lora.renew()
+        """Start with new adapters, between two groups of documents."""
+        self.lora.renew()
         self._grads, self._has_priced = None, False
 
-    def begin(self, turns: Sequence[Turn]) -> None:
-        """Fresh adapters where a document begins."""
-        starts = [turn for turn in turns if turn.first == 0]
+    def begin(self, chunks: Sequence[Chunk]) -> None:
+        """Reset adapters and caches of the lanes in which a document begins."""
+        starts = [chunk for chunk in chunks if chunk.first == 0]
         if starts:
-            self._lora.reset([turn.lane for turn in starts], [turn.document for turn in starts])
+            rows, documents = [c.lane for c in starts], [c.document for c in starts]
+            self.lora.reset(rows, documents)
         if isinstance(self.reading, KeptLanes):
-            self.reading.restart(turns)
+            self.reading.restart(chunks)
 
     def price(
-        self, turns: Sequence[Turn], hints: Hints, adapted: bool = True
+        self, chunks: Sequence[Chunk], hints: Hints, adapted: bool = True
     ) -> dict[int, np.ndarray]:
         """Lane -> log-probabilities (count, 1 + K) of its targets and hints.
 
-        Not `adapted`: as if there were no adapters. While prices travel from a device, the
-        gradients of their loss are computed; only `learn` makes anything of them.
+        Without `adapted` the adapters have no effect. The gradients of the loss are computed here,
+        while the prices travel from the device; only `learn` uses them.
         """
-        self._read_again(turns, adapted)
-        learns = adapted and any(not turn.is_last for turn in turns)
-        rows = self.reading.rows(turns, len(self.lanes), self._sizes if adapted else None)
-        wanted = self._wanted(rows.targets, turns, hints)  # (L, c, 1 + K)
-        given = self._given(rows, wanted, self._weights(rows.targets, turns))
-        step = self._recorded.get(given.width) if adapted else None
-        if step is not None:
-            prices = Download(step.price(given))
+        self._reread(chunks, adapted)
+        learns = adapted and any(not chunk.is_last for chunk in chunks)
+        shapes = self._shapes if adapted else None
+        host = self.reading.host_inputs(chunks, len(self.lanes), shapes)
+        wanted = self._wanted(host.targets, chunks, hints)  # (L, c, 1 + K)
+        inputs = self._upload(host, wanted, self._weights(host.targets, chunks))
+        captured = self._captured.get(inputs.width) if adapted else None
+        if captured is not None:
+            prices = Download(captured.price(inputs))
         else:
-            log_p, loss = self._ask(given, adapted, learns)
+            log_p, loss = self._run(inputs, adapted, learns)
             prices = Download(log_p.detach())
         self._grads, self._has_priced = None, True
         if learns:
             with self._clock.phase("adapt"):
-                self._grads = step.gradients() if step else self._lora.differentiate(loss)
-        found = prices.wait().double().numpy().reshape(wanted.shape)
-        return {self.lanes[turn.lane]: found[turn.lane, : turn.count] for turn in turns}
+                self._grads = captured.gradients() if captured else self.lora.differentiate(loss)
+        log_probs = prices.wait().double().numpy().reshape(wanted.shape)
+        return {self.lanes[chunk.lane]: log_probs[chunk.lane, : chunk.count] for chunk in chunks}
 
-    def _ask(self, given: Given, adapted: bool = True, learns: bool = True) -> Answer:
-        """What the model says; lanes go on behind what they were given."""
-        price = self._pricing if learns else price_rows
-        with torch.set_grad_enabled(learns), self._adapters(adapted), self._products():
-            cache = self.reading.cache(given.counts, given.width)
-            answer = price(self._predictor.model, given, cache)
+    def _run(self, inputs: StepInputs, adapted: bool = True, learns: bool = True) -> StepOutputs:
+        """The predictor's outputs; lanes then continue after these inputs."""
+        forward = self._forward if learns else forward_step
+        with torch.set_grad_enabled(learns), self._adapters(adapted):
+            cache = self.reading.cache(inputs.counts, inputs.width)
+            outputs = self._predictor.price_step(forward, inputs, cache)
         self.reading.commit()
-        return answer
+        return outputs
 
-    def learn(self, turns: Sequence[Turn]) -> None:
-        """One step of each lane whose document goes on, from the loss of what was priced last."""
-        if self._grads is None and not (self._has_priced and self._lora.settings.decay_all):
+    def learn(self, chunks: Sequence[Chunk]) -> None:
+        """One optimiser step of each lane whose document goes on, on what was priced last."""
+        if self._grads is None and not (self._has_priced and self.lora.settings.decay_all):
             return
         goes_on = np.zeros(len(self.lanes), dtype=np.bool_)
-        goes_on[[turn.lane for turn in turns if not turn.is_last]] = True
-        self._lora.update(upload(goes_on, self._predictor.device), self._grads)
+        goes_on[[chunk.lane for chunk in chunks if not chunk.is_last]] = True
+        self.lora.update(upload(goes_on, self._predictor.device), self._grads)
         self._grads = None
 
-    def record(self, sizes: Sizes, num_hints: int) -> None:
-        """Compile and record steps of these sizes; nothing is kept, learnt or drawn by it."""
-        self._sizes = sizes
-        pool = torch.cuda.graph_pool_handle() if self._is_recordable() else None
-        for width in reversed(sizes.widths):
-            given = self._rehearsal(width, num_hints)
-            if not self._recorded:
-                # Plain first: it makes what a compiled pass finds.
-                self._ask(given, learns=False)
-                if isinstance(self._pricing, CompiledPricing):
-                    with self._pricing.regions.trace_only():
-                        self._ask(given)
-            step = RecordedStep(self._ask, self._lora.differentiate, given, pool)
-            self._recorded[width] = step
-        self._lora.warm_up()
+    def capture(self, shapes: StepShapes, num_hints: int) -> None:
+        """Compile and capture steps of these shapes; no lane reads, learns or draws by it."""
+        self._shapes = shapes
+        pool = torch.cuda.graph_pool_handle() if self.is_capturable() else None
+        for width in reversed(shapes.widths):
+            inputs = self._empty_inputs(width, num_hints)
+            if not self._captured:
+                # An eager step comes first: it makes the buffers that a compiled step expects.
+                self._run(inputs, learns=False)
+                if isinstance(self._forward, CompiledForward):
+                    with self._forward.regions.trace_only():
+                        self._run(inputs)
+            self._captured[width] = CapturedStep(self._run, self.lora.differentiate, inputs, pool)
+        self.lora.warm_up()
 
-    def _is_recordable(self) -> bool:
-        """Whether steps can become CUDA graphs."""
+    def is_capturable(self) -> bool:
+        """True if steps can become CUDA graphs."""
         device, blocks = self._predictor.device, self._predictor.model.blocks
         if device.type != "cuda":
             return False
@@ -150,71 +152,74 @@ class Team:
         names = [backend_of(device, self._predictor.dtype, windowed) for windowed in windows]
         return all(BACKENDS[name].recordable for name in names)
 
-    def _rehearsal(self, width: int, num_hints: int) -> Given:
-        """A step in which nobody reads anything."""
-        rows = self.reading.rehearsal(len(self.lanes), width)
-        assert self._sizes is not None
-        num_targets = width if rows.places is None else self._sizes.num_targets
+    def _empty_inputs(self, width: int, num_hints: int) -> StepInputs:
+        """The inputs of a step in which no lane reads."""
+        host = self.reading.empty_inputs(len(self.lanes), width)
+        assert self._shapes is not None
+        num_targets = width if host.rows is None else self._shapes.num_targets
         shape = (len(self.lanes), num_targets)
-        places = None if rows.places is None else np.zeros(shape, dtype=np.int64)
+        rows = None if host.rows is None else np.zeros(shape, dtype=np.int64)
         wanted = np.zeros((*shape, 1 + num_hints), dtype=np.int64)
-        return self._given(replace(rows, places=places), wanted, np.zeros(shape, dtype=np.float32))
+        return self._upload(replace(host, rows=rows), wanted, np.zeros(shape, dtype=np.float32))
 
     def state(self) -> dict[str, Any]:
         """What lanes have read and learnt, between two steps."""
-        own = {"reading": self.reading.state(), "lora": self._lora.state()}
-        return {**own, "has_priced": self._has_priced}
+        state = {"reading": self.reading.state(), "lora": self.lora.state()}
+        return {**state, "has_priced": self._has_priced}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state, with the lanes that it has."""
+        """Restore a state, with the lanes that it has."""
         self.reading.load(state["reading"])
-        self._lora.load(state["lora"])
+        self.lora.load(state["lora"])
         self._has_priced = state["has_priced"]
 
-    def _read_again(self, turns: Sequence[Turn], adapted: bool) -> None:
+    def _reread(self, chunks: Sequence[Chunk], adapted: bool) -> None:
+        """Fill the caches of lanes that have no room for their chunk."""
         if not isinstance(self.reading, KeptLanes):
             return
-        again = self.reading.again(turns)
-        if again is None:
+        reread = self.reading.reread(chunks)
+        if reread is None:
             return
-        rows = upload(np.array(again.lanes), self._predictor.device)
-        with torch.no_grad(), self._products(), self._adapters(adapted, rows):
-            self._predictor.model.hidden(again.inputs, again.cache)
-        self.reading.was_read_again(again)
-
-    def _products(self) -> AbstractContextManager[None]:
-        return products(self._predictor.device, self._predictor.dtype)
+        predictor = self._predictor
+        rows = upload(np.array(reread.lanes), predictor.device)
+        precision = products(predictor.device, predictor.dtype)
+        with torch.no_grad(), precision, self._adapters(adapted, rows):
+            predictor.model.hidden(reread.tokens, reread.cache)
+        self.reading.commit_reread(reread)
 
     def _adapters(
         self, adapted: bool, rows: Tensor | None = None
     ) -> AbstractContextManager[object]:
-        return self._lora.attached(rows) if adapted else nullcontext()
+        return self.lora.attached(rows) if adapted else nullcontext()
 
-    def _given(self, rows: Rows, wanted: np.ndarray, weights: np.ndarray) -> Given:
+    def _upload(self, host: HostInputs, wanted: np.ndarray, weights: np.ndarray) -> StepInputs:
         device = self._predictor.device
-        return Given(
-            upload(rows.inputs.ravel(), device),
-            upload(rows.counts, device),
-            None if rows.places is None else upload(rows.places.ravel(), device),
+        return StepInputs(
+            upload(host.tokens.ravel(), device),
+            upload(host.counts, device),
+            None if host.rows is None else upload(host.rows.ravel(), device),
             upload(wanted.reshape(-1, wanted.shape[-1]), device),
             upload(weights.ravel(), device),
         )
 
-    def _wanted(self, targets: np.ndarray, turns: Sequence[Turn], hints: Hints) -> np.ndarray:
+    def _wanted(self, targets: np.ndarray, chunks: Sequence[Chunk], hints: Hints) -> np.ndarray:
         """(L, c, 1 + K) targets and hints."""
-        num_hints = max((hints[self.lanes[turn.lane]].shape[1] for turn in turns), default=0)
-        table = np.full((*targets.shape, 1 + num_hints), -1, dtype=np.int64)
-        table[..., 0] = targets
-        for turn in turns if num_hints else ():
-            table[turn.lane, : turn.count, 1:] = hints[self.lanes[turn.lane]]
-        return table
+        num_hints = max((hints[self.lanes[chunk.lane]].shape[1] for chunk in chunks), default=0)
+        wanted = np.full((*targets.shape, 1 + num_hints), -1, dtype=np.int64)
+        wanted[..., 0] = targets
+        for chunk in chunks if num_hints else ():
+            wanted[chunk.lane, : chunk.count, 1:] = hints[self.lanes[chunk.lane]]
+        return wanted
 
-    def _weights(self, targets: np.ndarray, turns: Sequence[Turn]) -> np.ndarray:
-        """(L, c): each lane's mean over its chunk, nothing where a document ends (PR 1530)."""
+    def _weights(self, targets: np.ndarray, chunks: Sequence[Chunk]) -> np.ndarray:
+        """(L, c) weights in the loss: the mean over each lane's chunk, 0 where a document ends.
+
+        That is the loss of PR 1530.
+        """
         weights = np.zeros(targets.shape, dtype=np.float32)
-        for turn in turns:
-            if not turn.is_last:
-                weights[turn.lane, : turn.count] = 1 / turn.count
+        for chunk in chunks:
+            if not chunk.is_last:
+                weights[chunk.lane, : chunk.count] = 1 / chunk.count
         return weights
 
 
@@ -231,7 +236,7 @@ class Download:
             self._event.record()
 
     def wait(self) -> Tensor:
-        """The values, once they are there."""
+        """The values, once they have arrived."""
         if self._event is not None:
             self._event.synchronize()
         return self._values
