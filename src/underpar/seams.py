@@ -5,6 +5,8 @@ made from settings and spec, with one or more of the methods below. A lever whos
 another way has a function `plug(settings, spec)` instead. `build` plugs levers in.
 """
 
+# mypy: disable-error-code="empty-body"
+
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
@@ -43,7 +45,7 @@ def check_call(what: str, hook: Callable[..., Any], method: Callable[..., Any]) 
         name = method.__name__
         raise LeverError(
             f"{what}: its hook {name}{signature(hook)} does not fit its seam, which calls "
-            f"{name}({', '.join(wanted)}); see ModelHook in underpar/seams.py"
+            f"{name}({', '.join(wanted)}); see underpar/seams.py"
         ) from None
 
 
@@ -174,11 +176,16 @@ class Branches(Protocol):
         """What the MLP adds (N, dim), reading x."""
 
 
-class ModelHook(Protocol):
-    """Model stage: an nn.Module with any of these, applied to each token on its own.
+class ModelHook:
+    """Model stage, seams at which every lever that has the method acts, in the order of the table.
 
-    Tensors are flat, tokens first, and may be half precision: cast your parameters to theirs. The
-    same hooks run in training, scoring and stepping. A hook that looks back asks `stream.cache`.
+    A lever is an nn.Module with any of the methods of ModelHook, ModelPlace and ModelLever. Nothing
+    derives from these classes: names and arguments of a lever's methods are checked against them,
+    and types of hooks are taken from them (`model/hooks.py`).
+
+    Hooks are applied to each token on its own. Tensors are flat, tokens first, and may be half
+    precision: cast your parameters to theirs. The same hooks run in training, scoring and
+    stepping. A hook that looks back asks `stream.cache`.
     """
 
     def progress(self, p: float) -> None:
@@ -186,9 +193,6 @@ class ModelHook(Protocol):
 
     def order(self, layers: tuple[int, ...]) -> tuple[int, ...]:
         """Change the order in which layers are visited; every layer stays in it."""
-
-    def frequencies(self, context: int) -> Tensor:
-        """Rotary frequencies (dims / 2,): the first `dims` channels of a head are rotated."""
 
     def embed(self, x: Tensor, tokens: Tensor, cache: KVCache) -> Tensor:
         """Change the embedded tokens (N, dim) before they are normed."""
@@ -198,12 +202,6 @@ class ModelHook(Protocol):
 
     def before(self, visit: Visit, stream: Stream) -> None:
         """Change the stream before a visit."""
-
-    def wires(self, layer: int) -> bool:
-        """True where `wire` replaces the block's own order of attention and MLP."""
-
-    def wire(self, block: Branches, visit: Visit, stream: Stream) -> None:
-        """Visit a block in another way than attention first, MLP second."""
 
     def mix(self, layer: int, x: Tensor, stream: Stream) -> Tensor:
         """Change what the block starts from (N, dim)."""
@@ -221,9 +219,6 @@ class ModelHook(Protocol):
 
     def attn_out(self, layer: int, y: Tensor, x: Tensor, v: Tensor) -> Tensor:
         """Change the heads' output y (N, H, D), given attention's input x (N, dim) and values."""
-
-    def activate(self, x: Tensor) -> Tensor:
-        """The MLP's nonlinearity, in place of the squared ReLU."""
 
     def mlp_out(self, layer: int, y: Tensor, x: Tensor) -> Tensor:
         """Change the MLP's output y (N, dim), given its input x (N, dim)."""
@@ -244,8 +239,32 @@ class ModelHook(Protocol):
     def finish(self, stream: Stream) -> None:
         """Change the stream after the last visit."""
 
+    def check(self, plan: Sequence[Visit]) -> None:
+        """Refuse the visits of scoring, with a RecipeError, where the settings do not fit them."""
+
+
+class ModelPlace:
+    """Model stage, places for one lever each: it replaces what the baseline does there."""
+
+    def frequencies(self, context: int) -> Tensor:
+        """Rotary frequencies (dims / 2,): the first `dims` channels of a head are rotated."""
+
+    def activate(self, x: Tensor) -> Tensor:
+        """The MLP's nonlinearity, in place of the squared ReLU."""
+
     def cap(self, logits: Tensor, fused: bool) -> Tensor:
         """Cap the raw logits (N, V), in place of the constant soft cap; `fused` as for soft_cap."""
+
+
+class ModelLever(ModelHook, ModelPlace):
+    """Model stage: what else a lever may define, which is asked outside of the forward pass or per
+    layer."""
+
+    def wires(self, layer: int) -> bool:
+        """Whether `wire` replaces the block's own order of attention and MLP."""
+
+    def wire(self, block: Branches, visit: Visit, stream: Stream) -> None:
+        """Visit a block in another way than attention first, MLP second."""
 
     def neutral_(self) -> None:
         """Set the parameters with which the model equals the one without this lever."""
@@ -253,9 +272,6 @@ class ModelHook(Protocol):
     def agree_(self, blocks: Sequence[Any], plain: Sequence[Any]) -> None:
         """Where no parameters of its own make a lever neutral: what these blocks, and those of the
         plain stack, need besides."""
-
-    def check(self, plan: Sequence[Visit]) -> None:
-        """Refuse the visits of scoring, with a RecipeError, where the settings do not fit them."""
 
     def dead(self, plan: Sequence[Visit]) -> dict[str, Tensor]:
         """Parameter -> mask of elements that this plan never uses, so no gradient reaches them."""

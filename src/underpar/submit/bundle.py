@@ -44,6 +44,8 @@ with tempfile.TemporaryDirectory() as folder:
 """
 # Nodes that may have a docstring.
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+# Modules of which a source may import names for its types alone.
+TYPE_MODULES = ("collections.abc", "typing", "torch")
 # Characters that need an escape in a literal between single quotes.
 ESCAPES = str.maketrans({"\\": "\\\\", "'": "\\'", "\0": "\\0", "\n": "\\n", "\r": "\\r"})
 
@@ -114,6 +116,48 @@ def _is_for_checkers(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
 
+class _WithoutLocalTypes(ast.NodeTransformer):
+    """Drops the types of local variables and attributes, inside functions alone."""
+
+    inside = False
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        """Enter a function."""
+        before, self.inside = self.inside, True
+        node = self.generic_visit(node)  # type: ignore[assignment]
+        self.inside = before
+        return node
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
+        """Enter a class: the types of its fields stay."""
+        before, self.inside = self.inside, False
+        node = self.generic_visit(node)  # type: ignore[assignment]
+        self.inside = before
+        return node
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+        """Drop the type."""
+        if not self.inside or node.value is None:
+            return node
+        return ast.copy_location(ast.Assign([node.target], node.value), node)
+
+
+def _drop_unused_types(tree: ast.AST) -> None:
+    """Drop imports of types that no line uses any more."""
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    bodies = (getattr(node, "body", None) for node in ast.walk(tree))
+    for body in (body for body in bodies if isinstance(body, list)):
+        for line in list(body):
+            if isinstance(line, ast.ImportFrom) and line.module in TYPE_MODULES:
+                line.names = [name for name in line.names if (name.asname or name.name) in used]
+                if not line.names:
+                    body.remove(line)
+
+
+def _is_protocol(node: ast.AST) -> bool:
+    return isinstance(node, ast.ClassDef) and "Protocol" in map(ast.unparse, node.bases)
+
+
 def _is_module(name: str) -> bool:
     try:
         return find_spec(name) is not None
@@ -135,16 +179,17 @@ def strip(source: str) -> str:
     Two kinds of annotations stay, because programs read them: those of fields (dataclasses) and
     `constexpr` of kernel arguments (Triton).
     """
-    tree = ast.parse(source)
+    tree = _WithoutLocalTypes().visit(ast.parse(source))
     for node in ast.walk(tree):
         if isinstance(node, DOCUMENTED):
             has_docstring = ast.get_docstring(node, clean=False) is not None
             body = [n for n in node.body[has_docstring:] if not _is_for_checkers(n)]
-            node.body = body or [ast.Pass()]
+            node.body = [ast.Pass()] if not body or _is_protocol(node) else body
         if isinstance(node, ast.FunctionDef):
             node.returns = None
         if isinstance(node, ast.arg) and node.annotation is not None:
             is_constant = ast.unparse(node.annotation).endswith("constexpr")
             node.annotation = node.annotation if is_constant else None
+    _drop_unused_types(tree)
     # Leading spaces are always nesting: `unparse` writes line breaks in strings as escapes.
     return re.sub(r"(?m)^ +", lambda spaces: spaces[0][::4], ast.unparse(tree))
