@@ -29,6 +29,7 @@ from underpar.quant.calibration import hidden_of, require_training_split
 from underpar.schema import TrainPart
 from underpar.train.step import precision, step_of
 
+# Steps of Newton's method.
 NUM_STEPS = 3
 # One in this many tokens is held back, to judge the numbers that the others give.
 HELD_BACK = 4
@@ -113,7 +114,12 @@ class LogitFit:
 
 
 def fit_logits(
-    model: GPT, classes: Tensor, start: Numbers, text: UnreadText, runtime: Runtime
+    model: GPT,
+    classes: Tensor,
+    start: Numbers,
+    text: UnreadText,
+    runtime: Runtime,
+    num_steps: int = NUM_STEPS,
 ) -> LogitFit:
     """The numbers with which `model` predicts `text` best; all ranks together.
 
@@ -123,16 +129,16 @@ def fit_logits(
     if len(text.places) < runtime.world:
         return LogitFit(start)
     one_hot = F.one_hot(classes, len(start.scales)).float().to(runtime.device)
-    problem = _Problem(model, one_hot, runtime)
+    problem = LogitProblem(model, one_hot, runtime)
     with torch.no_grad(), as_scored(model):
         whole = _read(model, text, runtime)
         num_held = len(whole.targets) // HELD_BACK
         held, taught = whole.cut(0, num_held), whole.cut(num_held, None)
-        before = problem.look(held, start).mean_nats
+        before = problem.measure(held, start).mean_nats
         if not math.isfinite(before):
             raise ArtifactError("logits are NaN or infinite; the run diverged, nothing to fit")
-        fitted = problem.descend(taught, start)
-        after = problem.look(held, fitted).mean_nats
+        fitted = problem.descend(taught, start, num_steps)
+        after = problem.measure(held, fitted).mean_nats
     # False for NaN too.
     if not (after < before and min(fitted.scales) > 0):
         return LogitFit(start, (before, before))
@@ -140,25 +146,25 @@ def fit_logits(
 
 
 @dataclass(frozen=True, eq=False)
-class _Example:
+class Example:
     """Hidden states of some tokens (N, dim), and the tokens that follow them (N,)."""
 
     hidden: Tensor
     targets: Tensor
 
-    def cut(self, begin: int, end: int | None) -> _Example:
+    def cut(self, begin: int, end: int | None) -> Example:
         """The tokens from `begin` to `end`."""
-        return _Example(self.hidden[begin:end], self.targets[begin:end])
+        return Example(self.hidden[begin:end], self.targets[begin:end])
 
 
-def _read(model: GPT, text: UnreadText, runtime: Runtime) -> _Example:
+def _read(model: GPT, text: UnreadText, runtime: Runtime) -> Example:
     """Hidden states and targets of this rank's share of the text."""
     batches = [b.to(runtime.device) for b in text.batches(model.spec.context, runtime)]
     hidden = torch.cat([hidden_of(model, batch, runtime) for batch in batches])
-    return _Example(hidden, torch.cat([batch.targets for batch in batches]))
+    return Example(hidden, torch.cat([batch.targets for batch in batches]))
 
 
-class _Look(NamedTuple):
+class Sums(NamedTuple):
     """Sums over some tokens, in fp64: nats, with their gradient and Hessian in all numbers."""
 
     num_tokens: Tensor
@@ -173,36 +179,36 @@ class _Look(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class _Problem:
+class LogitProblem:
     """A model, and the classes of its tokens as one_hot (V, K)."""
 
     model: GPT
     one_hot: Tensor
     runtime: Runtime
 
-    def descend(self, example: _Example, start: Numbers) -> Numbers:
+    def descend(self, example: Example, start: Numbers, num_steps: int) -> Numbers:
         """The numbers of least nats and prior over an example, rounded as they are packed."""
         origin = torch.tensor((*start.scales, *start.biases), dtype=torch.float64)
         values, prior = origin, torch.eye(len(origin), dtype=torch.float64) / WIDTH**2
-        for _ in range(NUM_STEPS):
-            look = self.look(example, _as_numbers(values))
-            slope = look.slope.cpu() + prior @ (values - origin)
-            values = values - torch.linalg.solve(look.curvature.cpu() + prior, slope)
-        return _as_numbers(values, DECIMALS)
+        for _ in range(num_steps):
+            sums = self.measure(example, as_numbers(values))
+            slope = sums.slope.cpu() + prior @ (values - origin)
+            values = values - torch.linalg.solve(sums.curvature.cpu() + prior, slope)
+        return as_numbers(values, DECIMALS)
 
-    def look(self, example: _Example, numbers: Numbers) -> _Look:
+    def measure(self, example: Example, numbers: Numbers) -> Sums:
         """The sums of an example with these numbers, over all ranks."""
         scales, biases = (
             self.one_hot @ self.one_hot.new_tensor(values)  # (V,)
             for values in (numbers.scales, numbers.biases)
         )
         slices = zip(example.hidden.split(ROWS), example.targets.split(ROWS), strict=True)
-        looks = [self._look(x, t, scales, biases) for x, t in slices]
-        total = _Look(*(torch.stack(parts).sum(0) for parts in zip(*looks, strict=True)))
+        parts = [self._measure_slice(x, t, scales, biases) for x, t in slices]
+        total = Sums(*(torch.stack(column).sum(0) for column in zip(*parts, strict=True)))
         sum_over_ranks(total, self.runtime)
         return total
 
-    def _look(self, x: Tensor, targets: Tensor, scales: Tensor, biases: Tensor) -> _Look:
+    def _measure_slice(self, x: Tensor, targets: Tensor, scales: Tensor, biases: Tensor) -> Sums:
         """The sums of tokens with hidden states x (n, dim); the numbers are given by token (V,)."""
         with precision(self.runtime):
             z = self.model.head(x)
@@ -217,7 +223,7 @@ class _Problem:
         observed = torch.cat((target_class * z.gather(1, index), target_class), dim=1)
         upper, mixed, lower = (v.sum(0).diag() for v in (squares, means, masses))
         second = torch.cat((torch.cat((upper, mixed), 1), torch.cat((mixed, lower), 1)))
-        return _Look(
+        return Sums(
             num_tokens=expected.new_tensor(len(x)),
             nats=-log_p.gather(1, index).double().sum(),
             slope=(expected - observed).sum(0),
@@ -225,7 +231,8 @@ class _Problem:
         )
 
 
-def _as_numbers(values: Tensor, decimals: int | None = None) -> Numbers:
+def as_numbers(values: Tensor, decimals: int | None = None) -> Numbers:
+    """Scales, then biases, from one vector."""
     plain = values.tolist()
     plain = plain if decimals is None else [round(value, decimals) for value in plain]
     num = len(plain) // 2

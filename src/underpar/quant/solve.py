@@ -33,7 +33,7 @@ _Key = tuple[Tensor, float, bool, torch.device]
 
 
 @dataclass(frozen=True, eq=False)
-class _Task:
+class Task:
     """A matrix, and its quantized tensor without the integers."""
 
     name: str
@@ -59,6 +59,8 @@ class Solver:
     """Columns (C,) bool with finer steps, for the schemes with +awq."""
     weigh_bits: bool = True
     """Whether grids are solved with the rate penalty (`quant.gptq`)."""
+    batch_bytes: int | None = None
+    """Memory that a batch of matrices may take; None: `BATCH_BYTES` of the device."""
     inverses: dict[_Key, gptq.Inverse] = field(default_factory=dict, repr=False)
     """One per Hessian; `replace` keeps the dict, so that solvers of other constants share it."""
 
@@ -72,8 +74,7 @@ class Solver:
 
         `on_tensor` is called with the name of each matrix when it is done.
         """
-        tasks = [self._plan(name, weights[name], scheme) for name, scheme in schemes.items()]
-        batches = list(self._batches(tasks))
+        batches = self.plan_batches(weights, schemes)
         solved = {}
         for batch, solutions in zip(batches, self._map(batches), strict=True):
             for task, codes in zip(batch, solutions, strict=True):
@@ -82,7 +83,23 @@ class Solver:
                     on_tensor(task.name)
         return {name: solved[name] for name in schemes}
 
-    def _plan(self, name: str, weight: np.ndarray, scheme: Scheme) -> _Task:
+    def plan_batches(
+        self, weights: Mapping[str, np.ndarray], schemes: Mapping[str, Scheme]
+    ) -> list[list[Task]]:
+        """The matrices, with their steps, in batches of one kind that fit into memory."""
+        tasks = [self._plan(name, weights[name], scheme) for name, scheme in schemes.items()]
+        batches = []
+        for _, alike in groupby(sorted(tasks, key=lambda task: task.kind), lambda t: t.kind):
+            group = list(alike)
+            per_weight = WEIGHT_BYTES + STATE_BYTES * group[0].tensor.scheme.states
+            allowed = self.batch_bytes
+            if allowed is None:
+                allowed = BATCH_BYTES.get(self.device.type, 0)
+            size = max(1, allowed // (per_weight * group[0].weight.size))
+            batches += [group[start : start + size] for start in range(0, len(group), size)]
+        return batches
+
+    def _plan(self, name: str, weight: np.ndarray, scheme: Scheme) -> Task:
         if name not in self.calibration.hessians:
             raise RecipeError(
                 f"quant.rules: {scheme} for {name!r}, whose inputs are not calibrated; use intB:k"
@@ -103,21 +120,12 @@ class Solver:
                 columns = np.where(self._protected(name, weight), FINER, 0).astype(np.int16)
             halves = stored_steps(as_rows(weight), scheme)
             tensor = QuantizedTensor(weight.shape, scheme, halves, columns=columns)
-        return _Task(name, weight, tensor)
+        return Task(name, weight, tensor)
 
     def _protected(self, name: str, weight: np.ndarray) -> np.ndarray:
         return self.protected.get(name, np.zeros(weight.shape[1], dtype=bool))
 
-    def _batches(self, tasks: Sequence[_Task]) -> Iterator[list[_Task]]:
-        for _, alike in groupby(sorted(tasks, key=lambda task: task.kind), lambda t: t.kind):
-            group = list(alike)
-            per_weight = WEIGHT_BYTES + STATE_BYTES * group[0].tensor.scheme.states
-            allowed = BATCH_BYTES.get(self.device.type, 0)
-            size = max(1, allowed // (per_weight * group[0].weight.size))
-            for start in range(0, len(group), size):
-                yield group[start : start + size]
-
-    def _map(self, batches: Sequence[Sequence[_Task]]) -> Iterator[np.ndarray]:
+    def _map(self, batches: Sequence[Sequence[Task]]) -> Iterator[np.ndarray]:
         """Integers of each batch. A CPU solves several batches at a time, one thread each.
 
         Threads within a batch gain little, because its columns are solved one after the other.
@@ -129,7 +137,7 @@ class Solver:
         with ThreadPoolExecutor(torch.get_num_threads(), "solve", *one) as pool:
             yield from pool.map(self._codes, batches)
 
-    def _codes(self, batch: Sequence[_Task]) -> np.ndarray:
+    def _codes(self, batch: Sequence[Task]) -> np.ndarray:
         """Integers (B, R, C) of a batch of tasks of the same kind."""
         scheme = batch[0].tensor.scheme
         options = self._options(scheme)
