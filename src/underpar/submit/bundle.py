@@ -6,8 +6,8 @@ a short bootstrap and a compressed payload. It is built in three steps.
 1. Collect modules: follow the imports of `submit.entry` and of the recipe's levers. An import
    inside a function counts like any other; an import under TYPE_CHECKING does not. Training,
    packing, reports and unused levers are never imported and so never carried.
-2. Strip each module: no docstrings, comments or annotations, and one space per level of nesting.
-   Names, asserts and lines of code stay as they are.
+2. Strip each module: no docstrings, comments, annotations or declarations of protocols, and one
+   space per level of nesting. Names, asserts and lines of code stay as they are.
 3. Compress all modules as one block, and put the block into the bootstrap as a string literal.
 
 The bootstrap unpacks the modules into a temporary folder, puts the folder first on `sys.path` and
@@ -130,7 +130,7 @@ def module_path(module: str) -> Path:
 
 @cache
 def strip(source: str) -> str:
-    """The source without docstrings, comments and annotations.
+    """The source without docstrings, comments, annotations and declarations of protocols.
 
     Two kinds of annotations stay, because programs read them: those of fields (dataclasses) and
     `constexpr` of kernel arguments (Triton).
@@ -140,6 +140,8 @@ def strip(source: str) -> str:
         if isinstance(node, DOCUMENTED):
             has_docstring = ast.get_docstring(node, clean=False) is not None
             body = [n for n in node.body[has_docstring:] if not _is_for_checkers(n)]
+            if isinstance(node, ast.ClassDef) and _is_interface(node):
+                body = [n for n in body if not _is_declaration(n)]
             node.body = body or [ast.Pass()]
         if isinstance(node, ast.FunctionDef):
             node.returns = None
@@ -148,3 +150,19 @@ def strip(source: str) -> str:
             node.annotation = node.annotation if is_constant else None
     # Leading spaces are always nesting: `unparse` writes line breaks in strings as escapes.
     return re.sub(r"(?m)^ +", lambda spaces: spaces[0][::4], ast.unparse(tree))
+
+
+def _is_interface(node: ast.ClassDef) -> bool:
+    """Whether a class is a protocol for type checkers; `isinstance` reads decorated protocols."""
+    return not node.decorator_list and any(ast.unparse(base) == "Protocol" for base in node.bases)
+
+
+def _is_declaration(node: ast.stmt) -> bool:
+    """A field without a value, its description, or a method with a docstring as its whole body."""
+    if isinstance(node, ast.FunctionDef):
+        return len(node.body) == 1 and _is_text(node.body[0])
+    return _is_text(node) or (isinstance(node, ast.AnnAssign) and node.value is None)
+
+
+def _is_text(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
