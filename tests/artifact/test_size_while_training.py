@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +12,15 @@ import torch
 from torch import Tensor
 
 from tiny import TinyRun
-from underpar.artifact import size_while_training
 from underpar.artifact.budget import read_budget
 from underpar.artifact.pack import Artifact, pack
 from underpar.artifact.size_before_training import forecast
-from underpar.artifact.size_while_training import MOST_HALVES, SizeForecast, _as_rows, _row_steps
+from underpar.artifact.size_while_training import (
+    MOST_HALVES,
+    SizeForecast,
+    tensor_rows,
+    tensor_steps,
+)
 from underpar.build.levers import resolve_levers
 from underpar.build.model import build_model, weight_shapes
 from underpar.core.run_folder import RunFolder
@@ -120,17 +125,17 @@ def test_the_forecast_of_a_recipe_agrees() -> None:
 def test_steps_are_those_of_the_packer(rule: str, shape: tuple[int, ...]) -> None:
     scheme = parse_scheme(rule)
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(3))
-    rows = _as_rows(weight, scheme.group)
+    rows = tensor_rows(weight, scheme.group)
     expected = as_rows(weight.numpy(), scheme.group)
     assert np.array_equal(rows.numpy(), expected)
-    steps = _row_steps(rows, scheme).numpy()[:, 0]
+    steps = tensor_steps(rows, scheme).numpy()[:, 0]
     assert steps == pytest.approx(stored_steps(expected, scheme), rel=2**-10)
 
 
 def test_one_column_and_runs_that_do_not_fit_have_a_size() -> None:
     column = torch.tensor([[31.0], [62.0]])
-    assert _row_steps(column, parse_scheme("int6:12.85")).tolist() == [[1.0], [2.0]]
-    assert _as_rows(torch.ones(3, 5), 4).shape == (3, 5)
+    assert tensor_steps(column, parse_scheme("int6:12.85")).tolist() == [[1.0], [2.0]]
+    assert tensor_rows(torch.ones(3, 5), 4).shape == (3, 5)
 
 
 def test_rounding_with_feedback_counts_like_plain_rounding() -> None:
@@ -158,14 +163,13 @@ def test_grids_fill_the_cap_as_far_as_their_integers_go() -> None:
     assert forecast_of(tight).total_bytes(weights) > 20_000
 
 
-def test_large_matrices_are_counted_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_matrices_are_counted_in_part() -> None:
     recipe = recipe_of("baseline+cpu", [PLAIN])
     weights = trained_weights(recipe)
     whole = forecast_of(recipe).total_bytes(weights)
-    monkeypatch.setattr(size_while_training, "MOST_COUNTED", 1 << 12)
-    found = forecast_of(recipe).total_bytes(weights)
-    assert found != whole
-    assert found == pytest.approx(whole, rel=0.01)
+    in_part = replace(forecast_of(recipe), most_counted=1 << 12).total_bytes(weights)
+    assert in_part != whole
+    assert in_part == pytest.approx(whole, rel=0.01)
 
 
 def test_many_halves_are_squeezed_in_part() -> None:

@@ -36,10 +36,10 @@ def mass_above(exponent: int, bucket: int, edge: np.ndarray) -> np.ndarray:
 
 
 def test_constants_are_those_of_the_densities() -> None:
-    for exponent, tail in enumerate(width_tables._TAILS):
+    for exponent, tail in enumerate(width_tables.TAILS):
         exact = mass_above(exponent, 36, np.arange(len(tail)) / 8)
         assert np.array_equal(np.rint(exact * 2**30), tail)
-    assert np.array_equal(np.rint(2.0 ** (30 - np.arange(8) / 8)), width_tables._INVERSE_OCTAVE)
+    assert np.array_equal(np.rint(2.0 ** (30 - np.arange(8) / 8)), width_tables.INVERSE_OCTAVE)
 
 
 @pytest.mark.parametrize(("exponent", "units"), [(0, 0.07), (1, 0.25), (2, 1.5), (3, 6.2)])
@@ -47,7 +47,7 @@ def test_interpolation_stays_within_frequency_units(exponent: int, units: float)
     for bucket in range(0, width_tables.NUM_BUCKETS, 5):
         half_edges = np.arange(2 + int(18 * 2 ** ((bucket - 36) / 8)))
         exact = mass_above(exponent, bucket, half_edges / 2)
-        found = [width_tables._mass_above(exponent, bucket, h) for h in half_edges.tolist()]
+        found = [width_tables.mass_above(exponent, bucket, h) for h in half_edges.tolist()]
         assert np.abs(np.array(found) / 2**30 - exact).max() * TOTAL <= units
 
 

@@ -139,7 +139,7 @@ def test_what_shows_no_gain_is_not_kept(
     monkeypatch: pytest.MonkeyPatch,
     found: Numbers,
 ) -> None:
-    monkeypatch.setattr(logit_fit._Problem, "descend", lambda *_: found)
+    monkeypatch.setattr(logit_fit.LogitProblem, "descend", lambda *_: found)
     fit = fit_logits(model, classes, START, text, runtime)
     assert fit.numbers == START and fit.nats is not None and fit.nats[0] == fit.nats[1]
 
@@ -157,7 +157,7 @@ def test_slope_and_curvature_are_those_of_autograd(model: GPT, runtime: Runtime)
     torch.manual_seed(0)
     vocab = model.spec.vocab_size
     one_hot = F.one_hot(torch.arange(vocab) * 3 // vocab, 3).float()
-    example = logit_fit._Example(torch.randn(40, model.spec.dim), torch.randint(vocab, (40,)))
+    example = logit_fit.Example(torch.randn(40, model.spec.dim), torch.randint(vocab, (40,)))
     values = torch.tensor([1.1, 0.9, 1.0, 0.2, 0.0, -0.3])
 
     def nats(given: torch.Tensor) -> Any:
@@ -166,27 +166,20 @@ def test_slope_and_curvature_are_those_of_autograd(model: GPT, runtime: Runtime)
         return F.cross_entropy(logits, example.targets, reduction="sum")
 
     with torch.no_grad():
-        problem = logit_fit._Problem(model, one_hot, runtime)
-        look = problem.look(example, logit_fit._as_numbers(values))
+        problem = logit_fit.LogitProblem(model, one_hot, runtime)
+        sums = problem.measure(example, logit_fit.as_numbers(values))
     slope = torch.autograd.functional.jacobian(nats, values)
     curvature = torch.autograd.functional.hessian(nats, values)
     close: dict[str, Any] = {"rtol": 1e-3, "atol": 1e-3, "check_dtype": False}
-    torch.testing.assert_close(look.nats, nats(values).detach(), **close)
-    torch.testing.assert_close(look.slope, slope, **close)
-    torch.testing.assert_close(look.curvature, curvature, **close)
-    assert float(look.num_tokens) == 40
+    torch.testing.assert_close(sums.nats, nats(values).detach(), **close)
+    torch.testing.assert_close(sums.slope, slope, **close)
+    torch.testing.assert_close(sums.curvature, curvature, **close)
+    assert float(sums.num_tokens) == 40
 
 
 def test_it_ends_at_the_minimum(
-    model: GPT,
-    classes: torch.Tensor,
-    text: UnreadText,
-    runtime: Runtime,
-    monkeypatch: pytest.MonkeyPatch,
+    model: GPT, classes: torch.Tensor, text: UnreadText, runtime: Runtime
 ) -> None:
-    steps = []
-    for num_steps in (2, 6):
-        monkeypatch.setattr(logit_fit, "NUM_STEPS", num_steps)
-        steps.append(fit_logits(model, classes, START, text, runtime).numbers)
-    few, many = (np.array((*found.scales, *found.biases)) for found in steps)
+    fits = [fit_logits(model, classes, START, text, runtime, num_steps) for num_steps in (2, 6)]
+    few, many = (np.array((*fit.numbers.scales, *fit.numbers.biases)) for fit in fits)
     assert np.abs(few - many).max() < 5e-3

@@ -107,26 +107,16 @@ def test_bits_are_weighed_in_grids_alone(weight: np.ndarray, solver: Solver) -> 
 
 @pytest.mark.parametrize("scheme", ["grid1", "grid8+columns", "gptq6:12.85", "gptq6:12.85+awq"])
 def test_a_batch_is_solved_as_its_matrices(
-    scheme: str,
-    solver: Solver,
-    weights: dict[str, np.ndarray],
-    monkeypatch: pytest.MonkeyPatch,
+    scheme: str, solver: Solver, weights: dict[str, np.ndarray]
 ) -> None:
     solver = replace(solver, protected={KEYS[1]: np.arange(COLS) < 16})
     schemes = dict.fromkeys(weights, parse_scheme(scheme))
     alone = solver.solve(weights, schemes)
-    sizes: list[int] = []
-    original = gptq.solve
-
-    def count(weight: torch.Tensor, *rest: object) -> gptq.Solution:
-        sizes.append(len(weight))
-        return original(weight, *rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(gptq, "solve", count)
-    monkeypatch.setattr(solve, "BATCH_BYTES", {"cpu": 1 << 30})
+    solver = replace(solver, batch_bytes=1 << 30)
+    assert sorted(map(len, solver.plan_batches(weights, schemes))) == [1, 3]
     done: list[str] = []
     together = solver.solve(weights, schemes, done.append)
-    assert sorted(sizes) == [1, 3] and sorted(done) == sorted(weights)
+    assert sorted(done) == sorted(weights)
     assert list(together) == list(weights)
     for name, tensor in together.items():
         # Bit for bit, in fp32.
@@ -139,11 +129,10 @@ def test_the_memory_of_a_batch_is_bounded(
     matrices: int, sizes: list[int], solver: Solver, weights: dict[str, np.ndarray]
 ) -> None:
     scheme = parse_scheme("grid8")
-    tasks = [solver._plan(name, weights[name], scheme) for name in KEYS]
-    each = 8 * COLS * (solve.WEIGHT_BYTES + 8 * solve.STATE_BYTES)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(solve, "BATCH_BYTES", {"cpu": matrices * each})
-        assert [len(batch) for batch in solver._batches(tasks)] == sizes
+    per_matrix = 8 * COLS * (solve.WEIGHT_BYTES + 8 * solve.STATE_BYTES)
+    solver = replace(solver, batch_bytes=matrices * per_matrix)
+    batches = solver.plan_batches(weights, dict.fromkeys(KEYS, scheme))
+    assert [len(batch) for batch in batches] == sizes
 
 
 def test_a_hessian_is_factored_once(

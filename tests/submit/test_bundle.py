@@ -54,6 +54,18 @@ def test_stripping_keeps_only_the_types_that_are_read() -> None:
     assert "x: int = 0" in stripped and "def f(x, *, y='a', SIZE: tl.constexpr):" in stripped
 
 
+def test_stripping_keeps_the_code_of_protocols_and_drops_their_declarations() -> None:
+    stripped = strip(
+        "class A(Protocol):\n    x: int\n    'about x'\n    y: int = 1\n"
+        "    def f(self):\n        'Doc.'\n    def g(self):\n        return 2\n"
+        "class B(Protocol):\n    def f(self):\n        'Doc.'\n"
+        "@runtime_checkable\nclass C(Protocol):\n    def f(self):\n        'Doc.'\n"
+    )
+    assert "x: int" not in stripped and "y: int = 1" in stripped
+    assert "def g(self)" in stripped and stripped.count("def f(self)") == 1
+    assert "class B(Protocol):\n pass" in stripped
+
+
 def test_imports_for_type_checking_are_not_followed() -> None:
     assert set(imported_modules(SOURCE)) == {"underpar.errors", "underpar.recipe"}
 

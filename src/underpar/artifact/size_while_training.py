@@ -48,6 +48,8 @@ class SizeForecast:
     tokenizer: bytes
     count_code: Callable[[], int]
     """Returns the bytes of the code; called once, at the first forecast, because it is slow."""
+    most_counted: int = MOST_COUNTED
+    """Integers of a matrix that are counted at most."""
 
     @cached_property
     def schemes(self) -> dict[str, Scheme]:
@@ -73,10 +75,10 @@ class SizeForecast:
             if scheme.is_half:
                 halves.append(weight.half().flatten())
                 continue
-            rows = _as_rows(weight, scheme.group)
-            steps = _row_steps(rows, scheme)
+            rows = tensor_rows(weight, scheme.group)
+            steps = tensor_steps(rows, scheme)
             halves.append(steps.flatten())
-            table[-1] |= _code(rows, steps.float(), scheme.limit)
+            table[-1] |= _code(rows, steps.float(), scheme.limit, self.most_counted)
         header = json.dumps({"recipe": to_tree(self.recipe), "tensors": table}, sort_keys=True)
         size = self.fixed_bytes + len(squeeze(header.encode())) + _half_bytes(halves)
         size += sum(row.get("bytes", 0) for row in table)
@@ -89,7 +91,7 @@ class SizeForecast:
         return sum(math.prod(self.shapes[n]) for n, s in self.schemes.items() if s.states)
 
 
-def _as_rows(weight: Tensor, group: int) -> Tensor:
+def tensor_rows(weight: Tensor, group: int) -> Tensor:
     """A matrix of rows, or of runs of `group` weights; one row for a vector."""
     # If the runs do not divide the rows, packing refuses them; the forecast does not.
     if group and weight.numel() % group == 0:
@@ -97,7 +99,7 @@ def _as_rows(weight: Tensor, group: int) -> Tensor:
     return weight.flatten(1) if weight.ndim > 1 else weight.reshape(1, -1)
 
 
-def _row_steps(rows: Tensor, scheme: Scheme) -> Tensor:
+def tensor_steps(rows: Tensor, scheme: Scheme) -> Tensor:
     """The steps (R, 1) in fp16, on the device of the rows; `quant.rounding` has them for arrays."""
     if scheme.form == "clip":
         steps = clamp_steps(search_steps(rows, scheme.limit)[:, 0])
@@ -106,9 +108,9 @@ def _row_steps(rows: Tensor, scheme: Scheme) -> Tensor:
     return steps[:, None].half()
 
 
-def _code(rows: Tensor, steps: Tensor, limit: int) -> dict[str, Any]:
+def _code(rows: Tensor, steps: Tensor, limit: int, most_counted: int) -> dict[str, Any]:
     """What the tensor table would say of these integers after packing."""
-    share = max(1, rows.numel() // MOST_COUNTED)
+    share = max(1, rows.numel() // most_counted)
     codes = round_to_nearest(rows[::share], steps[::share], limit).flatten().long()
     counts = torch.bincount(codes + limit).cpu().numpy()
     low = int(np.flatnonzero(counts)[0])

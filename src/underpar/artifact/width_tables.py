@@ -36,12 +36,12 @@ _ESCAPE = -(1 << 15)
 _LEAST_MASS = 1 << 12
 
 # 2^30 / 2^(i / 8)
-_INVERSE_OCTAVE = (
+INVERSE_OCTAVE = (
     1073741824, 984625594, 902905651, 827968132, 759250125, 696235434, 638450708, 585461881,
 )  # fmt: skip
 EXPONENTS = (2.0, 1.8, 1.5, 1.2)
 # 2^30 P(x > i / 8) for variance 1 and these exponents, up to the last that is not 0, or x = 8.
-_TAILS = (
+TAILS = (
     (
         536870912, 483464900, 430885802, 379922320, 331289660, 285599787, 243339267, 204855931,
         170354782, 139902672, 113440581, 90801753, 71733686, 55921848, 43013192, 32637845, 24427768,
@@ -76,13 +76,13 @@ _TAILS = (
 )  # fmt: skip
 
 
-def _mass_above(exponent: int, bucket: int, half_edge: int) -> int:
+def mass_above(exponent: int, bucket: int, half_edge: int) -> int:
     """2^30 P(x > half_edge / 2), half_edge >= 0, by cubic interpolation of the constants."""
     octave, step = divmod(bucket - _UNIT_BUCKET, 8)
     one = 1 << 16
     # Cells are an eighth of the standard deviation wide.
-    cell, part = divmod(half_edge * _INVERSE_OCTAVE[step] >> 12 + octave, one)
-    tail = _TAILS[exponent]
+    cell, part = divmod(half_edge * INVERSE_OCTAVE[step] >> 12 + octave, one)
+    tail = TAILS[exponent]
     # Nodes at -1, 0, 1 and 2 cells; the density is even.
     y = ((1 << 30) - tail[1], *tail, 0, 0, 0, 0)[min(cell, len(tail) + 1) :][:4]
     first, second = y[1] - y[0], y[2] - 2 * y[1] + y[0]
@@ -94,8 +94,8 @@ def _mass_above(exponent: int, bucket: int, half_edge: int) -> int:
 
 def _mass_of(exponent: int, bucket: int, n: int, stride: int) -> int:
     """2^30 P(|x - n| < stride / 2), n >= 0, at least 1."""
-    above = _mass_above(exponent, bucket, 2 * n + stride)
-    from_edge = _mass_above(exponent, bucket, 2 * n - stride) if n else (1 << 30) - above
+    above = mass_above(exponent, bucket, 2 * n + stride)
+    from_edge = mass_above(exponent, bucket, 2 * n - stride) if n else (1 << 30) - above
     return max(from_edge - above, 1)
 
 
@@ -119,7 +119,7 @@ def build_table(exponent: int, bucket: int, stride: int, parity: int) -> Table:
     while limit < stride or masses[-1] >= _LEAST_MASS:
         limit += stride
         masses.append(_mass_of(exponent, bucket, limit, stride))
-    mass_beyond = 2 * _mass_above(exponent, bucket, 2 * limit + stride)
+    mass_beyond = 2 * mass_above(exponent, bucket, 2 * limit + stride)
     mirrored = masses[::-1] if parity else masses[:0:-1]
     counts = np.array(mirrored + masses + [mass_beyond // stride + 1] * stride)
     escapes = [_ESCAPE + residue for residue in range(parity, 2 * stride, 2)]

@@ -1,9 +1,9 @@
-"""How fine to round each weight: steps from what an error costs, and what they cost in bits.
+"""How fine to round each weight: steps by sensitivity, and the bits that they will take.
 
-An error e of weight (r, j) costs 1/2 g_r d_j e^2 nats a token (`quant.fisher`). Behind an entropy
-coder the cheapest steps at a given loss have the same step^2 g d everywhere in the model: the
-weights' own size does not matter, unlike in the SD-clip rule of PR 1394. Steps by column are those
-of WaterSIC (arXiv:2603.04956). PR 1962 took d alone, and lost.
+An error e of weight (r, j) costs 1/2 g_r d_j e^2 nats per token (`quant.fisher`). With an entropy
+coder, a given loss takes the fewest bits if step^2 g d is the same everywhere in the model. The
+size of the weights does not matter, unlike in the SD-clip rule of PR 1394. Steps by column are
+those of WaterSIC (arXiv:2603.04956). PR 1962 used d alone, and lost.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from underpar.quant.logsteps import from_index, from_indices, to_index
 Floats = npt.NDArray[np.float64]
 
 DAMPING = Options.damping
-# Below it, nothing is known to cost anything; the largest step that can be stored does.
+# The least sensitivity. Where it is reached, the largest step that can be stored is used.
 LEAST = 1e-30
 
-# Bits a weight that a trellis of so many states saves at equal error, in simulation. Its points are
-# twice as dense as those it can use next: at half the step its rate is that of plain rounding.
+# Bits per weight that a trellis saves at equal error, by its number of states; from simulations.
+# At half the step a trellis has the rate of plain rounding, as it allows half of the integers.
 TRELLIS_BITS = {1: 0.0, 4: 0.165, 8: 0.179, 16: 0.188, 64: 0.206}
 
-# Ratios of step to deviation with exact sums: 1/2 to 64, in 64ths of an octave.
+# Ratios of step to deviation whose entropy is computed exactly: 1/2 to 64, in 64ths of an octave.
 _PER_OCTAVE = 64
 _LOWEST, _HIGHEST = -1, 6
-# Octaves between a step and a deviation that are told apart.
+# Larger ratios of step to deviation, in octaves, count as this.
 _FARTHEST = 128
 
 
 @dataclass(frozen=True, eq=False)
 class Sensitivity:
-    """An error e of weight (r, j) costs 1/2 rows[r] columns[j] e^2 nats a token."""
+    """An error e of weight (r, j) costs 1/2 rows[r] columns[j] e^2 nats per token."""
 
     rows: Floats  # (R,)
     columns: Floats  # (C,)
@@ -57,17 +57,17 @@ class Steps:
     columns: npt.NDArray[np.int16] | None = None  # (C,), or all 0
 
     def values(self) -> npt.NDArray[np.float32]:
-        """The steps, (R, C), or (R, 1) where columns do not differ."""
+        """The steps: (R, C), or (R, 1) if all columns of a row have the same step."""
         if self.columns is None:
             return from_index(self.rows)[:, None]
         return from_indices(self.rows, self.columns)
 
 
 def conditional_variances(hessian: Tensor, damping: float = DAMPING) -> Floats:
-    """D (C,): sum of squares of column j that the columns rounded after it cannot explain.
+    """D (C,): the sum of squares of column j that the columns rounded after it cannot explain.
 
-    D_j = 1 / U_jj^2 with U the factor of GPTQ, of a Hessian (C, C) damped by a share of its mean
-    diagonal: the calibration loss of a row is the sum of D_j times its squared rounding errors.
+    D_j = 1 / U_jj^2, where U is the factor of GPTQ for the Hessian (C, C), damped by a share of its
+    mean diagonal. The calibration loss of a row is the sum of D_j times its squared errors.
     """
     damped, _ = damp(hessian.double()[None], damping)
     factor = factor_inverse(damped)[0]
@@ -77,32 +77,32 @@ def conditional_variances(hessian: Tensor, damping: float = DAMPING) -> Floats:
 def sensitivities(
     calibration: Calibration, fisher: Fisher, damping: float = DAMPING
 ) -> dict[str, Sensitivity]:
-    """What errors cost, by weight name."""
-    # q, k and v share a Hessian: its factor is made once.
-    own = {id(h): h for h in calibration.hessians.values()}
-    variances = {key: conditional_variances(h, damping) for key, h in own.items()}
-    found = {}
+    """The cost of errors, by weight name."""
+    # q, k and v share a Hessian: its factor is computed once.
+    distinct = {id(h): h for h in calibration.hessians.values()}
+    variances = {key: conditional_variances(h, damping) for key, h in distinct.items()}
+    costs = {}
     for name, hessian in calibration.hessians.items():
         columns = np.maximum(variances[id(hessian)] / calibration.num_tokens, LEAST)
         rows = fisher.rows(name, float(columns.mean())).double().cpu().numpy()
-        found[name] = Sensitivity(np.maximum(rows, LEAST), columns)
-    return found
+        costs[name] = Sensitivity(np.maximum(rows, LEAST), columns)
+    return costs
 
 
 def spread(
     sensitivity: Sensitivity, constant: float, rows: bool = True, columns: bool = False
 ) -> tuple[Floats, Floats]:
-    """Steps as the product of two factors, (R,) and (C,), not yet on the grid of log steps.
+    """Steps as the product of a factor by row (R,) and a factor by column (C,), not yet rounded.
 
-    With `rows` and `columns` step_rj = constant / sqrt(g_r d_j). Where all rows or all columns
-    share a step, their mean sensitivity sets it: the least loss that one step allows. Column
-    factors have a geometric mean of 1.
+    With `rows` and `columns`, step_rj = constant / sqrt(g_r d_j). Without one of them, rows or
+    columns share a step, which follows from their mean sensitivity: the least loss with one step.
+    The geometric mean of the column factors is 1.
     """
     g, d = sensitivity.rows, sensitivity.columns
     by_column = np.exp(np.log(d).mean() / 2) / np.sqrt(d) if columns else np.ones_like(d)
     shared = float((d * by_column**2).mean())
-    own = g if rows else np.full_like(g, g.mean())
-    return constant / np.sqrt(own * shared), by_column
+    by_row = g if rows else np.full_like(g, g.mean())
+    return constant / np.sqrt(by_row * shared), by_column
 
 
 def allocate(
@@ -112,32 +112,37 @@ def allocate(
     columns: bool = False,
     num_states: int = 1,
 ) -> Steps:
-    """The steps of `spread` as log steps, those of a trellis finer by what gives the same error.
+    """The steps of `spread` as log steps.
 
-    One constant serves the whole model.
+    One constant serves the whole model: the steps of a trellis are finer, so that its errors are
+    those of plain rounding with this constant.
     """
-    own = constant if num_states == 1 else constant * 2 ** TRELLIS_BITS[num_states] / 2
-    by_row, by_column = spread(sensitivity, own, rows, columns)
+    if num_states > 1:
+        constant *= 2 ** TRELLIS_BITS[num_states] / 2
+    by_row, by_column = spread(sensitivity, constant, rows, columns)
     return Steps(to_index(by_row), to_index(by_column) if columns else None)
 
 
 @dataclass(frozen=True, eq=False)
 class RateCurve:
-    """Bits of all weights together, coded with known deviations, as the constant changes."""
+    """Predicted bits of all weights together, as a function of the constant.
+
+    The coder is assumed to know the deviations of rows and columns.
+    """
 
     octaves: Floats
-    """log2 of step over deviation at a constant of 1, as of a grid without a trellis."""
+    """log2 of step / deviation at constant 1; of a trellis, that of rounding at equal rate."""
     counts: npt.NDArray[np.int64]
-    """Weights that have it."""
+    """How many weights have each ratio."""
 
     def bits(self, constant: float) -> float:
-        """The predicted rate with this constant, integers being weighed by their bits."""
+        """The predicted bits with this constant, with the rate penalty of `quant.gptq`."""
         a = np.exp2(self.octaves + math.log2(constant))
-        # Weights are divided by 1 + a^2 / 12 before they are rounded (see gptq).
+        # The rate penalty divides weights by 1 + a^2 / 12 before they are rounded.
         return float(self.counts @ gaussian_bits(a * (1 + a**2 / 12)))
 
     def constant_for(self, rate_bits: float) -> float:
-        """The constant with which `rate_bits` are predicted."""
+        """The constant for which `bits` predicts `rate_bits`."""
         assert rate_bits > 0
         low, high = -2.0 * _FARTHEST, 2.0 * _FARTHEST
         for _ in range(64):
@@ -150,7 +155,7 @@ class RateCurve:
 
 
 class Layout(NamedTuple):
-    """What a grid may vary: its rows' steps, its columns', and the states of its trellis."""
+    """Which steps of a grid vary, by row and by column, and the number of states of its trellis."""
 
     rows: bool = True
     columns: bool = False
@@ -162,21 +167,21 @@ def rate_curve(
     sensitivity: Mapping[str, Sensitivity],
     layouts: Mapping[str, Layout],
 ) -> RateCurve:
-    """What the matrices (R, C) will cost, each with the layout of its name."""
+    """The rate curve of matrices (R, C), each with its layout; all by name."""
     octaves = np.arange(-_FARTHEST * _PER_OCTAVE, _FARTHEST * _PER_OCTAVE + 1) / _PER_OCTAVE
     counts = np.zeros(len(octaves), dtype=np.int64)
     for name, weight in weights.items():
         rows, columns, num_states = layouts[name]
         by_row, by_column = spread(sensitivity[name], 1.0, rows, columns)
         ratios = _divide(np.outer(by_row, by_column), deviations(weight))
-        found = np.log2(ratios[np.isfinite(ratios)]) + TRELLIS_BITS[num_states]
-        found = np.clip(found, -_FARTHEST, _FARTHEST) + _FARTHEST
-        counts += np.bincount(np.rint(_PER_OCTAVE * found).astype(int), minlength=len(counts))
+        logs = np.log2(ratios[np.isfinite(ratios)]) + TRELLIS_BITS[num_states]
+        logs = np.clip(logs, -_FARTHEST, _FARTHEST) + _FARTHEST
+        counts += np.bincount(np.rint(_PER_OCTAVE * logs).astype(int), minlength=len(counts))
     return RateCurve(octaves[counts > 0], counts[counts > 0])
 
 
 def deviations(weight: npt.NDArray[np.floating]) -> Floats:
-    """Root mean squares (R, C) as a product of one number a row and one a column."""
+    """Root mean squares (R, C), modeled as a number per row times a number per column."""
     squares = weight.astype(np.float64) ** 2
     by_row = squares.mean(axis=1, keepdims=True)
     # Relative to their rows: coarse rows must not set the columns' scale.
@@ -186,12 +191,12 @@ def deviations(weight: npt.NDArray[np.floating]) -> Floats:
 
 
 def _divide(steps: npt.NDArray[np.floating], scales: Floats) -> Floats:
-    """Steps in deviations; infinite where there is nothing to round."""
+    """Steps divided by deviations; infinite for a deviation of 0."""
     return np.divide(steps, scales, out=np.full(scales.shape, np.inf), where=scales > 0)
 
 
 def gaussian_bits(ratios: npt.ArrayLike) -> Floats:
-    """Entropy of a unit Gaussian rounded to multiples of each ratio: at high and at low rates."""
+    """Entropy in bits of a unit Gaussian that is rounded to multiples of each ratio."""
     a = np.asarray(ratios, dtype=np.float64)
     small = np.minimum(a, 1.0)
     # Rounding adds a variance of a^2 / 12; up to a = 1 the sum stays Gaussian to 1e-5 bits.

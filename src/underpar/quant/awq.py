@@ -1,7 +1,7 @@
-"""AWQ-lite: which columns get finer steps, those whose inputs and weights are large.
+"""AWQ-lite: columns with large inputs and large weights get finer steps.
 
-Source: PR 1908, after AWQ (arXiv:2306.00978): one ranking over the whole model. What it buys is
-about what the same bytes buy as smaller steps everywhere.
+Source: PR 1908, after AWQ (arXiv:2306.00978), with one ranking over the whole model. The gain is
+about that of smaller steps everywhere with the same bytes.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ def choose(
 ) -> dict[str, np.ndarray]:
     """The protected columns (C,) bool of each named matrix (R, C).
 
-    Of all aligned groups of `group_columns` columns of all matrices the `num_groups` are protected
-    whose root mean square input times mean |weight|, summed over the group, is largest.
+    The columns of all matrices are cut into aligned groups of `group_columns`. The saliency of a
+    column is its root mean square input times its mean |weight|. The `num_groups` groups with the
+    largest sum of saliencies are protected.
     """
     if num_groups < 0 or group_columns < 1:
         raise RecipeError(
@@ -37,7 +38,7 @@ def choose(
         saliency = rms * np.abs(weights[name]).mean(axis=0, dtype=np.float64)  # (C,)
         starts = range(0, len(saliency), group_columns)
         ranking += [(saliency[i : i + group_columns].sum(), name, i) for i in starts]
-    # Of equals, the first in the model.
+    # The sort is stable: among equals, the first in the model wins.
     ranking.sort(key=lambda entry: -entry[0])
     protected = {name: np.zeros(weights[name].shape[1], dtype=bool) for name in names}
     for _, name, start in ranking[:num_groups]:

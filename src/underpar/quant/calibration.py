@@ -1,11 +1,11 @@
-"""What the weights meet: second moments of the inputs of every large matrix, over training text.
+"""Calibration: second moments of the inputs of every large matrix, over training text.
 
-H = sum of x x^T, as GPTQ needs it (arXiv:2210.17323). Unlike the published recipes documents stay
-apart, as in training and scoring, and ranks add up what they saw (PR 2020: 0.5 mBPB). A layer that
-a loop visits three times adds three inputs for each token.
+H = sum of x x^T, as GPTQ needs it (arXiv:2210.17323). Unlike in the published recipes, documents
+are kept apart, as in training and scoring, and ranks add up their sums (PR 2020: 0.5 mBPB). A layer
+that a loop visits three times adds three inputs per token.
 
-Only text of the types below can be read: training text, or what the model itself writes. There is
-no way to name the held-out text.
+Only the types of text below can be read: training text, or text that the model writes. There is no
+way to name the held-out text.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from underpar.recipe import require
 from underpar.seams import BOS_ID
 from underpar.train.step import precision
 
-# The tied embedding; its inputs are those of its role as the head.
+# The tied embedding; its inputs here are those of the head.
 HEAD = "embedding.weight"
 
-# No seed of a recipe: calibration reads documents in another order than training did.
+# Differs from the seeds of recipes, so that calibration reads documents in another order.
 SEED = 0x43414C4942
-# Ids below it are control tokens, in every tokenizer here.
+# Ids below this are control tokens, in every tokenizer of this package.
 FIRST_PIECE = 4
 
 
 def require_training_split(data: DataFolder) -> None:
-    """Refuse a folder whose training split is not the one of its manifest."""
+    """Refuse a data folder whose training split is not that of its manifest."""
     if not isinstance(data, DataFolder):
         raise RuleError(
             f"calibration was given a {type(data).__name__}: expected a DataFolder, whose "
@@ -57,7 +57,7 @@ def require_training_split(data: DataFolder) -> None:
 
 @dataclass(frozen=True, eq=False)
 class TrainingText:
-    """Batches of a data folder's training split, in an order of their own."""
+    """Batches of the training split of a data folder, in an order of `seed`."""
 
     data: DataFolder
     num_batches: int = 16
@@ -76,21 +76,21 @@ class TrainingText:
 
 
 class Lanes(Protocol):
-    """What `Predictor.stepper` gives: token in, distribution out, for all lanes at once."""
+    """The interface of `Predictor.stepper`: tokens in, distributions out, for all lanes at once."""
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Feed tokens (L,); returns log-probabilities (L, V) of what follows."""
+        """Feed tokens (L,); returns log-probabilities (L, V) of the next tokens."""
 
     def reset(self, lanes: Tensor) -> None:
-        """Begin a new document in the lanes where `lanes` (L,) is true."""
+        """Begin a new document in the lanes for which `lanes` (L,) is true."""
 
 
 @dataclass(frozen=True, eq=False)
 class SelfGenerated:
-    """Text that a model writes by itself: a random token, then samples (PR 1019).
+    """Text that the model writes: a random first token, then samples (PR 1019).
 
-    `open_lanes` makes that many fresh lanes of the model, as `Predictor.stepper` does. A document
-    that ends is followed by another in the same lane.
+    `open_lanes` opens a number of lanes of the model, as `Predictor.stepper` does. When a document
+    ends, another begins in the same lane.
     """
 
     open_lanes: Callable[[int], Lanes]
@@ -108,13 +108,13 @@ class SelfGenerated:
         """This rank's share, cut at document starts and at `context`."""
         for index in range(runtime.rank, self.num_batches, runtime.world):
             tokens = self._write(self.seed + index, runtime.device).flatten()  # (L * T,)
-            # Every lane begins with a BOS, and so does what follows the last.
+            # Every lane begins with BOS; the target of the last token is the first BOS.
             targets = torch.cat((tokens[1:], tokens[:1]))
             is_start = (tokens == BOS_ID).numpy()
             yield Batch(tokens, targets, segments_from_starts(is_start, len(tokens), context))
 
     def _write(self, seed: int, device: torch.device) -> Tensor:
-        """Tokens (L, T), a BOS first in each lane."""
+        """Tokens (L, T); each lane begins with BOS."""
         source = torch.Generator().manual_seed(seed)
         lanes = self.open_lanes(self.num_lanes)
         tokens = torch.full((self.num_lanes, self.lane_tokens), BOS_ID)
@@ -143,9 +143,9 @@ class Calibration:
     """Statistics by weight name; q, k and v of a layer share their tensors."""
 
     hessians: Mapping[str, Tensor]
-    """(C, C) fp32, symmetric: the sum of x x^T over all inputs."""
+    """(C, C) fp32, symmetric: the sum of x x^T over all inputs of the matrix."""
     num_inputs: Mapping[str, int]
-    """Inputs of each matrix: visits times tokens."""
+    """Number of inputs of each matrix: visits times tokens."""
     num_tokens: int
     largest: Mapping[str, float] = field(default_factory=dict)
     """The largest magnitude among the inputs of each matrix."""
@@ -156,7 +156,7 @@ class Calibration:
 
 
 def collect(model: GPT, text: Text, runtime: Runtime) -> Calibration:
-    """Read `text` as scoring would, all ranks together; the model comes back as it was."""
+    """Run the model over `text`, as scoring would, all ranks together; the model is unchanged."""
     shared = sites_of(model)
     sums = {site: _Sum(model.get_parameter(names[0])) for site, names in shared.items()}
     num_tokens = torch.zeros((), dtype=torch.int64, device=runtime.device)
@@ -183,13 +183,13 @@ def collect(model: GPT, text: Text, runtime: Runtime) -> Calibration:
 
 
 def sites_of(model: GPT) -> dict[str, tuple[str, ...]]:
-    """Module whose input is summed (or the head) -> names of all weights that read that input."""
+    """Module whose inputs are summed (or the head) -> names of all weights with these inputs."""
     sites = {}
     for layer in range(len(model.blocks)):
         block = f"blocks.{layer}"
-        sites[f"{block}.attn.q"] = tuple(f"{block}.attn.{own}.weight" for own in "qkv")
-        for own in ("attn.o", "mlp.up", "mlp.down"):
-            sites[f"{block}.{own}"] = (f"{block}.{own}.weight",)
+        sites[f"{block}.attn.q"] = tuple(f"{block}.attn.{name}.weight" for name in "qkv")
+        for name in ("attn.o", "mlp.up", "mlp.down"):
+            sites[f"{block}.{name}"] = (f"{block}.{name}.weight",)
     return {**sites, HEAD: (HEAD,)}
 
 
@@ -203,7 +203,7 @@ class _Sum:
 
     def add(self, x: Tensor) -> None:
         """Add inputs x (N, C)."""
-        # Autocast would multiply halves again after they were made fp32.
+        # Autocast would round the fp32 inputs to half precision again.
         with torch.autocast(x.device.type, enabled=False):
             x = x.float()
             self.hessian.addmm_(x.T, x)
@@ -211,16 +211,16 @@ class _Sum:
         torch.maximum(self.largest, x.abs().amax(), out=self.largest)
 
     def watch(self, module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
-        """A forward hook."""
+        """The forward hook of the module."""
         self.add(inputs[0])
 
     def symmetric(self) -> Tensor:
-        """The sum; a product's two halves may differ in their last bits."""
+        """The sum, made symmetric: the two triangles of a product may differ in the last bits."""
         return (self.hessian + self.hessian.T) / 2
 
 
 def read(text: Text, model: GPT, runtime: Runtime) -> Iterator[Batch]:
-    """This rank's batches on its device; whatever is no calibration text is refused."""
+    """This rank's batches, on its device; anything but calibration text is refused."""
     if not isinstance(text, Text):
         raise RuleError(
             f"calibration was given a {type(text).__name__}: expected TrainingText or SelfGenerated"
@@ -230,18 +230,18 @@ def read(text: Text, model: GPT, runtime: Runtime) -> Iterator[Batch]:
 
 
 def hidden_of(model: GPT, batch: Batch, runtime: Runtime) -> Tensor:
-    """What the head reads (N, dim) of a batch, in the precision of training."""
+    """Hidden states (N, dim) of a batch, in the precision of training."""
     with precision(runtime):
         return model.hidden(batch.inputs, PackedCache(batch.segments))
 
 
-# Module, its inputs, its output -> nothing, or what replaces the output.
-Watch = Callable[[nn.Module, tuple[Tensor], Tensor], Tensor | None]
+# A forward hook: module, its inputs, its output -> None, or a replacement of the output.
+ForwardHook = Callable[[nn.Module, tuple[Tensor], Tensor], Tensor | None]
 
 
 @contextmanager
-def watching(model: GPT, watches: Mapping[str, Watch]) -> Iterator[None]:
-    """Inside, each named module calls its watch after every forward pass."""
+def watching(model: GPT, watches: Mapping[str, ForwardHook]) -> Iterator[None]:
+    """Inside, each named module calls its hook after every forward pass."""
     handles = [
         model.get_submodule(name).register_forward_hook(watch) for name, watch in watches.items()
     ]
@@ -254,7 +254,7 @@ def watching(model: GPT, watches: Mapping[str, Watch]) -> Iterator[None]:
 
 @contextmanager
 def _fast_products(runtime: Runtime) -> Iterator[None]:
-    """Inside, a GPU multiplies fp32 as TF32: exact for inputs that were bf16, sums stay fp32."""
+    """Inside, a GPU multiplies fp32 as TF32: exact for inputs from bf16, and sums stay fp32."""
     if runtime.device.type != "cuda":
         yield
         return

@@ -1,8 +1,8 @@
 """Steps from the best of a few clipping points, row by row, without a Hessian (GPTQ-lite).
 
-Source: PR 374 and its descendants, which describe a search for each row (some code them for each
-tensor). It makes the error small for a given number of levels and ignores what the levels cost to
-store: with an entropy coder, steps by deviation or by sensitivity are better.
+Source: PR 374 and its descendants, which describe a search per row (some of their code searches per
+tensor). The search minimizes the error for a given number of levels, and ignores how many bits the
+levels take. With an entropy coder, steps by deviation or by sensitivity are better.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from underpar.errors import ArtifactError
 from underpar.quant.gptq import round_to_nearest
 from underpar.quant.row_steps import SMALLEST_STEP
 
-# Shares of a row's magnitudes that are kept whole; 1 clips nothing.
+# Shares of the magnitudes of a row that are not clipped.
 QUANTILES = (1.0, 0.99999, 0.9999, 0.9995, 0.999)
 
 
 @torch.no_grad()
 def search_steps(weight: Tensor, limit: int, quantiles: Sequence[float] = QUANTILES) -> Tensor:
-    """Steps (R, 1) of least squared error for each row of integers -`limit` ... `limit`."""
+    """The step (R, 1) of least squared error of each row, with integers -`limit` ... `limit`."""
     if not weight.isfinite().all():
         raise ArtifactError("a weight is NaN or infinite; the run diverged, nothing to pack")
     magnitudes = weight.abs().sort(dim=1).values  # (R, C)
@@ -32,7 +32,7 @@ def search_steps(weight: Tensor, limit: int, quantiles: Sequence[float] = QUANTI
         steps = (_quantile(magnitudes, quantile) / limit).clamp_min(SMALLEST_STEP)
         restored = round_to_nearest(weight, steps, limit) * steps
         errors = (restored - weight).square().sum(dim=1, keepdim=True)
-        # On a tie the earlier, wider range stays.
+        # In a tie the earlier, wider range wins.
         better = errors < best_errors
         best_steps = torch.where(better, steps, best_steps)
         best_errors = torch.where(better, errors, best_errors)
@@ -40,7 +40,7 @@ def search_steps(weight: Tensor, limit: int, quantiles: Sequence[float] = QUANTI
 
 
 def _quantile(ascending: Tensor, quantile: float) -> Tensor:
-    """Between neighbours by straight line; torch.quantile refuses more than 2^24 values."""
+    """A linear interpolation; torch.quantile refuses more than 2^24 values."""
     last = ascending.shape[1] - 1
     low = int(quantile * last)
     pair = ascending[:, [low, min(low + 1, last)]]

@@ -1,4 +1,4 @@
-"""What the stages of quantization leave behind: calibrations and rounded models, in safetensors."""
+"""Files of quantization, in safetensors: calibrations and rounded models."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from underpar.quant.schemes import QuantizedModel, QuantizedTensor, parse_scheme
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """Inputs and gradients of one model over one text."""
+    """A calibration: statistics of the inputs and gradients of one model over one text."""
 
     calibration: Calibration
     fisher: Fisher
     about: dict[str, Any]
-    """Whose weights, which text, how long it took."""
+    """The weights that were calibrated, the text, and the seconds it took."""
 
 
 def save_measured(path: Path, measured: Measured) -> None:
-    """Write a calibration, atomically; matrices that share their inputs are stored once."""
+    """Write a calibration, atomically; a Hessian that matrices share is stored once."""
     calibration, fisher = measured.calibration, measured.fisher
     tensors: dict[str, Tensor] = {"lookup": fisher.lookup}
     sites: dict[str, str] = {}
@@ -55,7 +55,7 @@ def read_measured(path: Path, device: torch.device) -> Measured:
     tensors = {name: t.to(device) for name, t in tensors.items()}
     try:
         numbers: Any = about.pop("numbers")
-        hessians = {name: tensors[f"hessian/{own}"] for name, own in numbers["sites"].items()}
+        hessians = {name: tensors[f"hessian/{site}"] for name, site in numbers["sites"].items()}
         calibration = Calibration(
             hessians, numbers["num_inputs"], numbers["num_tokens"], numbers["largest"]
         )

@@ -1,22 +1,23 @@
-"""How much the loss minds an error at each output of a matrix: the true Fisher information.
+"""Sensitivity of the loss to each output of a matrix: the true Fisher information.
 
-An error e of a matrix moves its output by e x_s at each of its S inputs (visits times tokens). With
-G_s the gradient of the summed loss at output s, and labels drawn from the model itself, the Fisher
-information gives the increase, in nats over all T tokens,
+An error e of a matrix moves its output by e x_s at each of its S inputs (visits times tokens). Let
+G_s be the gradient of the summed loss at output s, with labels drawn from the model itself. Then
+the Fisher information gives the increase of the loss, in nats over all T tokens:
 
     1/2 mean of (sum_s G_s' e x_s)^2  ~  1/2 sum_rj e_rj^2 (mean_s G_sr^2) (sum_s x_sj^2)
 
-once gradients are taken to be independent of inputs, and one input's of another's (K-FAC,
-arXiv:1503.05671; shared weights: arXiv:2311.00636), and errors of different weights of each other.
-In nats a token this is 1/2 sum_rj g_r d_j e_rj^2 with g_r = mean_s G_sr^2 and d_j = H_jj / T; where
-the solver feeds errors back, the variance of column j given later ones takes the place of H_jj.
+The approximation takes gradients to be independent of inputs, one input to be independent of
+another (K-FAC, arXiv:1503.05671; shared weights: arXiv:2311.00636), and errors of different weights
+to be independent. In nats per token this is 1/2 sum_rj g_r d_j e_rj^2, with g_r = mean_s G_sr^2 and
+d_j = H_jj / T. Where the solver feeds errors back, the variance of column j given the later columns
+takes the place of H_jj.
 
-The tied embedding has two roles. As the head its outputs are logits y, and the mean over labels is
-known: g_r = mean of (dz_r/dy_r)^2 p_r (1 - p_r), with z the capped logits. As the table, row r is
-read wherever the token is r, its error moves what the first block reads by e_r there, and the
-increase is 1/2 sum_rj a_r e_rj^2 with a_r = 1/T times the sum, over these places, of the squared
-gradient at the looked-up row, a mean over its channels. Both are counted in nats a token, so they
-add up: (g_r + a_r / mean(d)) d_j has the same sum over a row as g_r d_j + a_r.
+The tied embedding has two roles. As the head, its outputs are the logits y, and the mean over
+labels is known: g_r = mean of (dz_r/dy_r)^2 p_r (1 - p_r), with z the capped logits. As the table,
+row r is read wherever the token is r. Its error moves the input of the first block by e_r there,
+and the increase is 1/2 sum_rj a_r e_rj^2. Here a_r is 1/T times the sum, over these places, of the
+squared gradient at the looked-up row, averaged over channels. Both roles are in nats per token, so
+they add up: (g_r + a_r / mean(d)) d_j has the same sum over a row as g_r d_j + a_r.
 """
 
 from __future__ import annotations
@@ -46,24 +47,24 @@ from underpar.quant.calibration import (
 )
 from underpar.train.step import precision
 
-# Of a tensor's mean sensitivity: what a row has at least, however seldom it mattered here.
+# Rows have at least this share of the mean sensitivity of their tensor, however rare they were.
 FLOOR = 1e-3
 
 
 @dataclass(frozen=True, eq=False)
 class Fisher:
-    """Mean squared gradients by weight name, all in fp32 and from sums of token losses in nats."""
+    """Mean squared gradients by weight name, in fp32; the loss is in nats, summed over tokens."""
 
     outputs: Mapping[str, Tensor]
-    """(R,) at each output, a mean over inputs; of the embedding, in its role as the head."""
+    """(R,) at each output, averaged over inputs; of the embedding, in its role as the head."""
     lookup: Tensor
-    """(V,) at a token's row: mean over channels, summed over its places, divided by all tokens."""
+    """(V,) at the row of a token: mean over channels, sum over its places, per token of text."""
     num_tokens: int
 
     def rows(self, name: str, mean_variance: float) -> Tensor:
-        """g (R,) of a matrix with 1/2 sum g_r d_j e_rj^2 nats a token, `mean_variance` that of d.
+        """g (R,) of a matrix, whose errors cost 1/2 sum g_r d_j e_rj^2 nats per token.
 
-        No row is below a thousandth of the mean.
+        `mean_variance` is the mean of d. No row is below a thousandth of the mean.
         """
         rows = self.outputs[name]
         if name == HEAD:
@@ -72,7 +73,7 @@ class Fisher:
 
 
 def measure(model: GPT, text: Text, runtime: Runtime, seed: int = SEED) -> Fisher:
-    """One backward pass for each batch of `text`, all ranks together; the model stays as it was."""
+    """Measure by one backward pass per batch of `text`, all ranks together; no weight changes."""
     names = [name for shared in sites_of(model).values() for name in shared if name != HEAD]
     outputs = {name: _Squares(model.get_parameter(name)) for name in names}
     table = _Table(model.embedding.weight)
@@ -87,9 +88,9 @@ def measure(model: GPT, text: Text, runtime: Runtime, seed: int = SEED) -> Fishe
                 hidden = hidden_of(model, batch, runtime)
                 hidden.backward(_score(model, hidden, head, source, runtime))
             num_tokens += len(batch.inputs)
-    sum_over_ranks([*(own.squares for own in outputs.values()), head, table.squares], runtime)
-    sum_over_ranks([*(own.num_inputs for own in outputs.values()), num_tokens], runtime)
-    means = {name: own.squares / own.num_inputs for name, own in outputs.items()}
+    sum_over_ranks([*(sums.squares for sums in outputs.values()), head, table.squares], runtime)
+    sum_over_ranks([*(sums.num_inputs for sums in outputs.values()), num_tokens], runtime)
+    means = {name: sums.squares / sums.num_inputs for name, sums in outputs.items()}
     means[HEAD] = head / num_tokens
     for name, mean in means.items():
         if not mean.isfinite().all():
@@ -105,8 +106,8 @@ class _Squares:
         self.num_inputs = torch.zeros((), dtype=torch.int64, device=weight.device)
 
     def watch(self, module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
-        """A forward hook, called again for each visit of a loop."""
-        # Counted here: an output that nothing reads gets no gradient.
+        """The forward hook of the module; each visit of a loop calls it."""
+        # Counted here and not in `_add`, because an unused output gets no gradient.
         self.num_inputs += len(output)
         output.register_hook(self._add)
 
@@ -121,7 +122,7 @@ class _Table:
         self.squares = weight.new_zeros(len(weight), dtype=torch.float32)
 
     def watch(self, module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
-        """A forward hook: gradients end here, at what was looked up."""
+        """The forward hook of the embedding: gradients end at the looked-up rows."""
         rows = output.detach().requires_grad_()
         rows.register_hook(lambda gradient: self._add(inputs[0], gradient))
         return rows
@@ -133,14 +134,17 @@ class _Table:
 def _score(
     model: GPT, hidden: Tensor, head: Tensor, source: torch.Generator, runtime: Runtime
 ) -> Tensor:
-    """Gradient (N, dim) at `hidden` of the summed loss of sampled labels; adds to `head` (V,)."""
+    """The gradient (N, dim) at `hidden` of the summed loss with sampled labels.
+
+    Adds the squared gradients at the head to `head` (V,).
+    """
     gradients = []
     for rows in hidden.detach().split(ROWS):
         rows = rows.detach().requires_grad_()
         with precision(runtime):
             raw = F.linear(rows, model.embedding.weight)
         capped = model.cap(raw)
-        # Before anything is drawn: a GPU does not survive drawing from NaN.
+        # Checked before sampling: on a GPU, sampling from NaN kills the process.
         if not capped.isfinite().all():
             raise ArtifactError("logits are NaN or infinite; the run diverged, nothing to pack")
         (slope,) = torch.autograd.grad(capped.sum(), raw, retain_graph=True)
@@ -155,12 +159,12 @@ def _score(
 
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """Inside, no parameter asks for a gradient; behind it, those that did do again."""
-    asking = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    """Inside, no parameter requires a gradient; afterwards `requires_grad` is as before."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
-        for parameter in asking:
+        for parameter in trainable:
             parameter.requires_grad_(False)
         yield
     finally:
-        for parameter in asking:
+        for parameter in trainable:
             parameter.requires_grad_(True)

@@ -1,22 +1,24 @@
-"""GPTQ: round a matrix column by column, each column making up for the errors of those before.
+"""GPTQ: round a matrix column by column; each column makes up for the errors of those before it.
 
-Source: Frantar et al. 2022 (arXiv:2210.17323). With H = X^T X of the layer's inputs and
-H^-1 = U^T U, U upper triangular, column j is rounded after subtracting what the errors before it
-ask for, and leaves e_j = (w_j - n_j step_j) / U_jj. The sum of e^2 is the calibration loss
-tr(D H D^T), D = W - W^, exactly. U comes from one Cholesky factor of H reversed (PR 1948).
+Source: Frantar et al. 2022 (arXiv:2210.17323). H = X^T X is the Hessian of the layer's inputs, and
+H^-1 = U^T U with U upper triangular. Column j is rounded after the corrections that the errors of
+earlier columns ask for are subtracted. It leaves the error e_j = (w_j - n_j step_j) / U_jj. The sum
+of e^2 is exactly the calibration loss tr(D H D^T) with D = W - W^. U comes from one Cholesky factor
+of H reversed (PR 1948).
 
-Steps may differ by row and by column; in proportion to U_jj, columns share the loss evenly, which
-brings the solve near the limit for any H (WaterSIC, arXiv:2603.04956).
+Steps may differ by row and by column. Steps in proportion to U_jj spread the loss evenly over
+columns, which brings the solve near the limit for any H (WaterSIC, arXiv:2603.04956).
 
-With a trellis (trellis.py) every survivor carries its own errors, and so its own corrections, and
-the sum of e^2 is the path's cost.
+With a trellis (trellis.py, viterbi.py) every survivor of the search carries its own errors, and so
+its own corrections; the sum of e^2 is the cost of its path.
 
-Bits can be weighed too (entropy-constrained quantization: Chou, Lookabaugh and Gray 1989). Coded
-as a Gaussian of deviation s, n takes (n step)^2 / (2 s^2 ln 2) bits more than 0. Where all steps
-have the same price, a bit is worth 2 ln 2 times the mean loss of a column, step^2 / (12 U_jj^2).
-The cheapest n is then that of the target divided by 1 + step^2 / (12 s^2). Fine steps gain next to
-nothing (PR 2046). Steps near s and above gain much: errors fed back to a coarse row made integers
-that cost more bits than they saved loss.
+The rate penalty (`weigh_bits`) counts the bits of the integers too: entropy-constrained
+quantization (Chou, Lookabaugh and Gray 1989). Coded as a Gaussian of deviation s, integer n takes
+(n step)^2 / (2 s^2 ln 2) bits more than 0. If a bit has the same price everywhere, it is worth
+2 ln 2 times the mean loss of a column, step^2 / (12 U_jj^2). The cheapest n is then that of the
+target divided by 1 + step^2 / (12 s^2). With fine steps this gains next to nothing (PR 2046). With
+steps near s and above it gains much: without it, errors fed back to a coarse row lead to integers
+that cost more bits than they save loss.
 """
 
 from __future__ import annotations
@@ -31,19 +33,20 @@ from underpar.errors import ArtifactError, RecipeError
 from underpar.quant.trellis import LARGEST_CODE
 from underpar.quant.viterbi import Viterbi, trace
 
-# Below it, a row or a column is taken for empty; its squares may underflow.
+# Mean squares of rows and shares of columns below this count as this: smaller ones may underflow.
 TINY = 1e-30
-# Enough to round anything to 0, and far from overflow.
-LARGEST_THRIFT = 1e6
+# Enough to round any weight to 0, and far from overflow.
+LARGEST_PENALTY = 1e6
 
 
 @dataclass(frozen=True)
 class Options:
-    """`damping` is a share of H's mean diagonal; `limit` is the largest |n|, 0 for none.
+    """How a matrix is solved.
 
-    `act_order` takes columns of large inputs first; a trellis takes columns as they are stored,
-    because its decoder meets them so. `block` only schedules the work. `weigh_bits` suits steps set
-    by what errors cost (`quant.allocate`), behind an entropy coder.
+    `damping` is a share of H's mean diagonal. `limit` is the largest |n| (0: none). `act_order`
+    takes columns with large inputs first; a trellis needs columns in the stored order, because its
+    decoder reads them so. `block` only schedules the work. `weigh_bits` adds the rate penalty,
+    which suits entropy-coded integers with steps by sensitivity (`quant.allocate`).
     """
 
     damping: float = 0.01
@@ -76,17 +79,18 @@ class Solution:
 
 @dataclass(frozen=True, eq=False)
 class Inverse:
-    """What a solve needs of a Hessian: U (..., C, C), in the order (..., C) of solving."""
+    """What a solve needs of a Hessian: U (..., C, C), with columns in the order of solving."""
 
     factor: Tensor
     order: Tensor
+    """(..., C) the stored column that is solved at each place."""
     dead: Tensor
-    """Columns (..., C) without input, as stored."""
+    """(..., C) whether a stored column has no input."""
 
     @staticmethod
     def stack(inverses: Sequence[Inverse]) -> Inverse:
-        """Those of several matrices, with a leading axis."""
-        parts = ((own.factor, own.order, own.dead) for own in inverses)
+        """Several inverses as one with a leading axis."""
+        parts = ((inverse.factor, inverse.order, inverse.dead) for inverse in inverses)
         return Inverse(*(torch.stack(part) for part in zip(*parts, strict=True)))
 
 
@@ -97,7 +101,7 @@ class Problem:
     weights: Tensor
     steps: Tensor
     widths: Tensor
-    """What targets are divided by, (B, C, R): steps, and more where bits are weighed."""
+    """(B, C, R) what targets are divided by: the steps, times 1 + rate penalty if there is one."""
     limits: Tensor
     """Largest |n|, (B, C, 1)."""
     factor: Tensor
@@ -128,16 +132,16 @@ def invert(hessian: Tensor, options: Options) -> Inverse:
 def solve(
     weight: Tensor, inverse: Inverse, steps: Tensor, options: Options, limits: Tensor | None = None
 ) -> Solution:
-    """Integers whose product with the steps is close to `weight` on the inputs behind `inverse`.
+    """Integers that, times the steps, give about the same outputs as `weight` on the inputs.
 
-    `weight` (R, C), `steps` (R, 1), (1, C) or (R, C), `limits` (C,) in place of the options' limit,
-    or all with a leading axis. A trellis holds about 12 bytes for each weight and state; rows do
-    not depend on one another.
+    `weight` is (R, C); `steps` are (R, 1), (1, C) or (R, C); `limits` (C,) replace the limit of the
+    options. All may have a leading axis. Rows do not depend on one another. A trellis takes about
+    12 bytes of memory per weight and state.
     """
     if weight.dim() == 2:
-        own = None if limits is None else limits[None]
-        bank = solve(weight[None], Inverse.stack([inverse]), steps[None], options, own)
-        return Solution(bank.codes[0], bank.loss[0])
+        limits = None if limits is None else limits[None]
+        batch = solve(weight[None], Inverse.stack([inverse]), steps[None], options, limits)
+        return Solution(batch.codes[0], batch.loss[0])
     if not (weight.isfinite().all() and _is_usable(steps)):
         raise ArtifactError("a weight or a step is NaN, infinite or not above 0")
     assert limits is None or options.num_states == 1
@@ -162,27 +166,28 @@ def _arrange(
     if options.weigh_bits:
         # The integers that a trellis allows are two steps apart.
         spacing = ordered if options.num_states == 1 else 2 * ordered
-        widths = ordered * (1 + _thrift(weights, spacing, factor))
+        widths = ordered * (1 + _rate_penalty(weights, spacing, factor))
     bounds = limits.to(weight.dtype)[..., None].take_along_dim(order, dim=1)
     return Problem(weights, ordered, widths, bounds, factor)
 
 
-def _thrift(weights: Tensor, spacing: Tensor, factor: Tensor) -> Tensor:
-    """What weighing bits adds to the 1 that targets are divided by, (B, C, R)."""
+def _rate_penalty(weights: Tensor, spacing: Tensor, factor: Tensor) -> Tensor:
+    """(B, C, R) what is added to the 1 that targets are divided by, so that bits count too."""
     squares = weights.square()
     by_row = squares.mean(dim=1, keepdim=True).clamp_min(TINY)  # (B, 1, R)
     by_column = (squares / by_row).mean(dim=2, keepdim=True)  # (B, C, 1)
     variances = factor.diagonal(dim1=-2, dim2=-1)[..., None].pow(-2)
     shares = variances / variances.mean(dim=1, keepdim=True)
-    # A bit has one price in a row, whether or not its steps follow the columns' variances.
+    # All bits of a row have the same price, whether or not its steps follow the columns' variances.
     prices = (spacing / by_row.sqrt()).square_().mul_(shares).mean(dim=1, keepdim=True) / 12
-    return (prices / (shares * by_column).clamp_min(TINY)).clamp_max_(LARGEST_THRIFT)
+    return (prices / (shares * by_column).clamp_min(TINY)).clamp_max_(LARGEST_PENALTY)
 
 
 def damp(hessian: Tensor, damping: float) -> tuple[Tensor, Tensor]:
-    """H (B, C, C) with its diagonal raised, and which columns (B, C) had no input at all.
+    """H (B, C, C) with a raised diagonal, and which columns (B, C) have no input at all.
 
-    Those get the mean diagonal of the others: they neither set the damping nor break the factor.
+    Columns without input get the mean diagonal of the others. They do not change the damping and
+    keep H invertible.
     """
     diagonal = hessian.diagonal(dim1=-2, dim2=-1)
     dead = diagonal == 0
@@ -197,7 +202,7 @@ def factor_inverse(hessian: Tensor) -> Tensor:
     lower, failures = torch.linalg.cholesky_ex(hessian.flip(-2, -1))
     if failures.any():
         raise ArtifactError("a Hessian is not positive definite; raise the damping")
-    # Reversed both ways the factor is upper triangular, H = V V^T, and U is its inverse.
+    # Reversed along both axes, the factor V is upper triangular with H = V V^T; U is its inverse.
     upper = lower.flip(-2, -1)
     identity = torch.eye(hessian.shape[-1], dtype=hessian.dtype, device=hessian.device)
     return torch.linalg.solve_triangular(upper, identity.expand_as(upper), upper=True)
@@ -214,9 +219,9 @@ def _solve_scalar(problem: Problem, options: Options) -> tuple[Tensor, Tensor]:
     floors, ceilings = -problem.limits, problem.limits
     for start in range(0, weights.shape[1], options.block):
         stop = min(start + options.block, weights.shape[1])
-        # What earlier blocks ask of this one is one product; within it, one for each column.
-        asked = factor[:, :start, start:stop].mT @ errors[:, :start]
-        targets = weights[:, start:stop] - asked
+        # Corrections from earlier blocks are one product; within the block, one product per column.
+        correction = factor[:, :start, start:stop].mT @ errors[:, :start]
+        targets = weights[:, start:stop] - correction
         for col in range(start, stop):
             within = factor[:, start:col, col, None].mT @ errors[:, start:col]  # (B, 1, R)
             target = targets[:, col - start] - within[:, 0]
@@ -229,7 +234,7 @@ def _solve_scalar(problem: Problem, options: Options) -> tuple[Tensor, Tensor]:
 
 
 def _solve_trellis(problem: Problem, options: Options) -> tuple[Tensor, Tensor]:
-    """Codes (B, C, R) int16 and losses (B,), every survivor with its own errors to the end."""
+    """Codes (B, C, R) int16 and losses (B,); every survivor keeps its own errors to the end."""
     batch, num_cols, num_rows = problem.weights.shape
     viterbi = Viterbi(options.num_states, options.limit or LARGEST_CODE, problem.weights.device)
     costs = viterbi.start((batch, num_rows), problem.weights)  # (B, S, R)
@@ -238,11 +243,11 @@ def _solve_trellis(problem: Problem, options: Options) -> tuple[Tensor, Tensor]:
     codes, sources = [], []
     for start in range(0, num_cols, options.block):
         stop = min(start + options.block, num_cols)
-        asked = history[..., :start].flatten(1, 2) @ problem.factor[:, :start, start:stop]
-        asked = asked.mT.unflatten(2, costs.shape[1:])
-        targets = problem.weights[:, start:stop, None] - asked  # (B, c, S, R)
+        correction = history[..., :start].flatten(1, 2) @ problem.factor[:, :start, start:stop]
+        correction = correction.mT.unflatten(2, costs.shape[1:])
+        targets = problem.weights[:, start:stop, None] - correction  # (B, c, S, R)
         errors = costs.new_zeros(*costs.shape, stop - start)
-        # Which survivor at the block's start each survivor stems from.
+        # The survivor at the start of the block from which each survivor descends.
         origins = states
         for col in range(start, stop):
             within = errors.flatten(1, 2) @ problem.factor[:, start:stop, col, None]
@@ -274,5 +279,5 @@ def _regroup(values: Tensor, came_from: Tensor) -> Tensor:
     device = came_from.device
     first = torch.arange(batch, device=device)[:, None, None] * num_states * num_rows
     flat = first + came_from * num_rows + torch.arange(num_rows, device=device)
-    # Whole rows are copied: several times as fast as gathering single values.
+    # Copying whole rows is several times as fast as gathering single values.
     return values.flatten(0, 2).index_select(0, flat.flatten()).view_as(values)

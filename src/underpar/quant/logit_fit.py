@@ -1,10 +1,10 @@
-"""Make up for what rounding did to the logits: a scale and a bias for each class of tokens.
+"""Correct the logits of the rounded model: a scale and a bias for each class of tokens.
 
-They are fitted to the next tokens of training text (PR 1884, PR 1924), but of text that is new to
-the model: of what it has read, the latest above all, it is surer than of any other. Fitted to that,
-the numbers made a small model 5 mnats a token worse on held-out text; fitted to new text, 2.7
-better. The mean nats are convex in the numbers, as the calibrated logits are linear in them: two
-steps of Newton's method are at the minimum.
+The numbers are fitted to the next tokens of training text (PR 1884, PR 1924), but only of text that
+is new to the model: it is too sure of text that it has read, most of all of the latest. Numbers
+fitted to text that it had read made a small model 5 mnats per token worse on held-out text; numbers
+fitted to new text made it 2.7 better. The calibrated logits are linear in the numbers, so that the
+mean nats are convex in them: two steps of Newton's method reach the minimum.
 """
 
 from __future__ import annotations
@@ -31,21 +31,22 @@ from underpar.quant.calibration import hidden_of, require_training_split
 from underpar.schema import TrainPart
 from underpar.train.step import precision, step_of
 
+# Steps of Newton's method.
 NUM_STEPS = 3
-# One in so many tokens is held back, to judge what the others taught.
+# One in this many tokens is held back, to judge the numbers that the others give.
 HELD_BACK = 4
-# Numbers are believed to lie about this close to where they start, before any token is seen.
+# Standard deviation of the prior: the numbers are expected to lie this close to their start.
 WIDTH = 0.03
-# As many decimals as are packed.
+# Decimals with which the numbers are packed.
 DECIMALS = 4
 
 
 @dataclass(frozen=True, eq=False)
 class UnreadText:
-    """What a run would have read next: training text that is new to it, as far as there is any.
+    """The batches that a run would have read next: training text that is new to the model.
 
-    `num_steps` is the number of steps that it took; the text ends with the batch in which it
-    reaches `most_tokens`.
+    The run took `num_steps`. The text ends with the batch in which it reaches `most_tokens`, or
+    earlier, where the training text ends.
     """
 
     data: DataFolder
@@ -58,15 +59,15 @@ class UnreadText:
 
     @property
     def places(self) -> list[tuple[int, int]]:
-        """Steps and micro-batches."""
+        """Step and micro-batch of each batch."""
         places: list[tuple[int, int]] = []
         loader, step, num_tokens = self._loader, self.num_steps, 0
         while loader.num_epochs(step + 1) <= 1:
-            for micro, own in enumerate(loader.plan):
+            for micro, batch in enumerate(loader.plan):
                 if num_tokens >= self.most_tokens:
                     return places
                 places.append((step, micro))
-                num_tokens += own.tokens
+                num_tokens += batch.tokens
             step += 1
         return places
 
@@ -105,9 +106,9 @@ class Numbers:
 
 @dataclass(frozen=True)
 class LogitFit:
-    """What was found, and mean nats a token of the held-back text with what was given and with it.
+    """The fitted numbers; and mean nats per held-back token before and after.
 
-    Where these showed no gain, or there was no text to show it, the numbers are those given.
+    If the held-back text shows no gain, or there is no text, the numbers are those of the start.
     """
 
     numbers: Numbers
@@ -115,53 +116,58 @@ class LogitFit:
 
 
 def fit_logits(
-    model: GPT, classes: Tensor, start: Numbers, text: UnreadText, runtime: Runtime
+    model: GPT,
+    classes: Tensor,
+    start: Numbers,
+    text: UnreadText,
+    runtime: Runtime,
+    num_steps: int = NUM_STEPS,
 ) -> LogitFit:
-    """The numbers, from `start`, with which `model` predicts `text` best; all ranks together.
+    """The numbers with which `model` predicts `text` best; all ranks together.
 
-    `classes` (V,) names each token's class. The model comes back as it was.
+    `classes` (V,) is the class of each token. The search begins at `start`. The model is unchanged.
     """
-    # Every rank needs a share; without any text there is nothing to learn.
+    # Every rank needs a share of the text.
     if len(text.places) < runtime.world:
         return LogitFit(start)
     one_hot = F.one_hot(classes, len(start.scales)).float().to(runtime.device)
-    problem = _Problem(model, one_hot, runtime)
+    problem = LogitProblem(model, one_hot, runtime)
     with torch.no_grad(), as_scored(model):
         whole = _read(model, text, runtime)
         num_held = len(whole.targets) // HELD_BACK
         held, taught = whole.cut(0, num_held), whole.cut(num_held, None)
-        before = problem.look(held, start).mean_nats
+        before = problem.measure(held, start).mean_nats
         if not math.isfinite(before):
             raise ArtifactError("logits are NaN or infinite; the run diverged, nothing to fit")
-        found = problem.descend(taught, start)
-        after = problem.look(held, found).mean_nats
-    # Neither where it is NaN.
-    if not (after < before and min(found.scales) > 0):
+        fitted = problem.descend(taught, start, num_steps)
+        after = problem.measure(held, fitted).mean_nats
+    # False for NaN too.
+    if not (after < before and min(fitted.scales) > 0):
         return LogitFit(start, (before, before))
-    return LogitFit(found, (before, after))
+    return LogitFit(fitted, (before, after))
 
 
 @dataclass(frozen=True, eq=False)
-class _Example:
-    """What the head reads of some tokens (N, dim), and what follows them (N,)."""
+class Example:
+    """Hidden states of some tokens (N, dim), and the tokens that follow them (N,)."""
 
     hidden: Tensor
     targets: Tensor
 
-    def cut(self, begin: int, end: int | None) -> _Example:
-        """Some of the tokens."""
-        return _Example(self.hidden[begin:end], self.targets[begin:end])
+    def cut(self, begin: int, end: int | None) -> Example:
+        """The tokens from `begin` to `end`."""
+        return Example(self.hidden[begin:end], self.targets[begin:end])
 
 
-def _read(model: GPT, text: UnreadText, runtime: Runtime) -> _Example:
-    """This rank's share of the text."""
+def _read(model: GPT, text: UnreadText, runtime: Runtime) -> Example:
+    """Hidden states and targets of this rank's share of the text."""
     batches = [b.to(runtime.device) for b in text.batches(model.spec.context, runtime)]
     hidden = torch.cat([hidden_of(model, batch, runtime) for batch in batches])
-    return _Example(hidden, torch.cat([batch.targets for batch in batches]))
+    return Example(hidden, torch.cat([batch.targets for batch in batches]))
 
 
-class _Look(NamedTuple):
-    """Sums over some tokens, in fp64: nats with their slope and curvature in all numbers."""
+class Sums(NamedTuple):
+    """Sums over some tokens, in fp64: nats, with their gradient and Hessian in all numbers."""
 
     num_tokens: Tensor
     nats: Tensor
@@ -170,64 +176,65 @@ class _Look(NamedTuple):
 
     @property
     def mean_nats(self) -> float:
-        """Nats a token."""
+        """Nats per token."""
         return float(self.nats / self.num_tokens)
 
 
 @dataclass(frozen=True, eq=False)
-class _Problem:
-    """A model and the classes of its tokens, as one_hot (V, K)."""
+class LogitProblem:
+    """A model, and the classes of its tokens as one_hot (V, K)."""
 
     model: GPT
     one_hot: Tensor
     runtime: Runtime
 
-    def descend(self, example: _Example, start: Numbers) -> Numbers:
-        """The minimum over an example, rounded as it is packed."""
+    def descend(self, example: Example, start: Numbers, num_steps: int) -> Numbers:
+        """The numbers of least nats and prior over an example, rounded as they are packed."""
         origin = torch.tensor((*start.scales, *start.biases), dtype=torch.float64)
-        found, belief = origin, torch.eye(len(origin), dtype=torch.float64) / WIDTH**2
-        for _ in range(NUM_STEPS):
-            look = self.look(example, _as_numbers(found))
-            slope = look.slope.cpu() + belief @ (found - origin)
-            found = found - torch.linalg.solve(look.curvature.cpu() + belief, slope)
-        return _as_numbers(found, DECIMALS)
+        values, prior = origin, torch.eye(len(origin), dtype=torch.float64) / WIDTH**2
+        for _ in range(num_steps):
+            sums = self.measure(example, as_numbers(values))
+            slope = sums.slope.cpu() + prior @ (values - origin)
+            values = values - torch.linalg.solve(sums.curvature.cpu() + prior, slope)
+        return as_numbers(values, DECIMALS)
 
-    def look(self, example: _Example, numbers: Numbers) -> _Look:
-        """Price an example with the numbers, over all ranks."""
+    def measure(self, example: Example, numbers: Numbers) -> Sums:
+        """The sums of an example with these numbers, over all ranks."""
         scales, biases = (
             self.one_hot @ self.one_hot.new_tensor(values)  # (V,)
             for values in (numbers.scales, numbers.biases)
         )
         slices = zip(example.hidden.split(ROWS), example.targets.split(ROWS), strict=True)
-        looks = [self._look(x, t, scales, biases) for x, t in slices]
-        total = _Look(*(torch.stack(parts).sum(0) for parts in zip(*looks, strict=True)))
+        parts = [self._measure_slice(x, t, scales, biases) for x, t in slices]
+        total = Sums(*(torch.stack(column).sum(0) for column in zip(*parts, strict=True)))
         sum_over_ranks(total, self.runtime)
         return total
 
-    def _look(self, x: Tensor, targets: Tensor, scales: Tensor, biases: Tensor) -> _Look:
-        """The same of tokens whose head reads x (n, dim), with numbers by token (V,)."""
+    def _measure_slice(self, x: Tensor, targets: Tensor, scales: Tensor, biases: Tensor) -> Sums:
+        """The sums of tokens with hidden states x (n, dim); the numbers are given by token (V,)."""
         with precision(self.runtime):
             z = self.model.head(x)
-        z, own = z.float(), targets[:, None]
+        z, index = z.float(), targets[:, None]
         log_p = torch.addcmul(biases, z, scales).log_softmax(-1)
         p = log_p.exp()
-        # The numbers of a class multiply z and 1: sums of p z^2, p z and p over its tokens (n, K)
-        # are the moments of these.
+        # The scale of a class multiplies z and its bias multiplies 1. Their moments are the sums of
+        # p z^2, p z and p over the tokens of the class (n, K).
         squares, means, masses = ((v @ self.one_hot).double() for v in (p * z * z, p * z, p))
         expected = torch.cat((means, masses), dim=1)  # (n, 2 K)
-        is_own = self.one_hot[targets]
-        seen = torch.cat((is_own * z.gather(1, own), is_own), dim=1)
+        target_class = self.one_hot[targets]
+        observed = torch.cat((target_class * z.gather(1, index), target_class), dim=1)
         upper, mixed, lower = (v.sum(0).diag() for v in (squares, means, masses))
         second = torch.cat((torch.cat((upper, mixed), 1), torch.cat((mixed, lower), 1)))
-        return _Look(
+        return Sums(
             num_tokens=expected.new_tensor(len(x)),
-            nats=-log_p.gather(1, own).double().sum(),
-            slope=(expected - seen).sum(0),
+            nats=-log_p.gather(1, index).double().sum(),
+            slope=(expected - observed).sum(0),
             curvature=second - expected.T @ expected,
         )
 
 
-def _as_numbers(values: Tensor, decimals: int | None = None) -> Numbers:
+def as_numbers(values: Tensor, decimals: int | None = None) -> Numbers:
+    """Scales, then biases, from one vector."""
     plain = values.tolist()
     plain = plain if decimals is None else [round(value, decimals) for value in plain]
     num = len(plain) // 2

@@ -1,8 +1,9 @@
-"""Steps on a logarithmic grid of sixteenths of an octave: step = 2^(index / 16).
+"""Log steps: steps on a logarithmic grid of sixteenths of an octave, step = 2^(index / 16).
 
-An index is a small integer, shorter to store than an fp16 step. No step moves by more than 2.2 %,
-which is harmless as long as rounding uses the moved step (PR 1894 moved its steps after the solve
-and paid for it). A step is a literal of the table times a power of two: the same bits everywhere.
+An index is a small integer and takes fewer bits than an fp16 step. The grid changes a step by at
+most 2.2 %, which is harmless if weights are rounded with the changed step (PR 1894 changed its
+steps after the solve, and lost by it). A step is a literal of the table times a power of two, so
+that it has the same bits on every machine.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ import numpy as np
 from underpar.errors import ArtifactError
 
 STEPS_PER_OCTAVE = 16
-# One index reaches 2^-32 ... 2^32; the sum of a row's and a column's is then a normal float.
+# Steps of 2^-32 ... 2^32: the sum of a row index and a column index is still a normal float.
 LARGEST_INDEX = 32 * STEPS_PER_OCTAVE
 
-# 2^(i/16) rounded to fp32, written out so that no machine's pow decides a weight.
+# 2^(i/16) rounded to fp32, as literals, so that no weight depends on the pow of a machine.
 MANTISSAS = np.array(
     [
         1.0,
@@ -40,13 +41,14 @@ MANTISSAS = np.array(
 
 
 def to_index(step: np.ndarray) -> np.ndarray:
-    """The nearest index (int16) of each step, at most 512 either way; a step of 0 gets -512."""
+    """The nearest index (int16) of each step, clipped to -512 ... 512; a step of 0 gets -512."""
     values = np.asarray(step, dtype=np.float64)
     if not np.isfinite(values).all() or (values < 0).any():
         raise ArtifactError(
             "a step is negative, NaN or infinite; the run diverged, nothing to pack"
         )
-    # Taken apart first, a step times a power of two moves by whole octaves, whatever log2 rounds.
+    # Mantissa and exponent are handled apart: the index of a step times a power of two then differs
+    # by whole octaves, however log2 rounds.
     mantissas, exponents = np.frexp(np.maximum(values, 2.0**-64))
     sixteenths = np.rint(STEPS_PER_OCTAVE * np.log2(mantissas)).astype(np.int64)
     indices = STEPS_PER_OCTAVE * exponents.astype(np.int64) + sixteenths
@@ -54,7 +56,7 @@ def to_index(step: np.ndarray) -> np.ndarray:
 
 
 def from_index(index: np.ndarray) -> np.ndarray:
-    """The fp32 step of each index, within 1024 (the sum of two indices) either way."""
+    """The fp32 step of each index, or sum of two indices: -1024 ... 1024."""
     indices = np.asarray(index, dtype=np.int64)
     if indices.size and np.abs(indices).max() > 2 * LARGEST_INDEX:
         worst = indices.flat[np.abs(indices).argmax()]

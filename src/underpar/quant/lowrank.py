@@ -1,7 +1,7 @@
 """A low-rank correction of a rounded matrix: two thin factors of small integers.
 
-What is added is the same on every machine: factors are multiplied and summed one rank at a time,
-in fp32, element by element, so that no library chooses an order.
+The correction is the same on every machine. Factors are multiplied and summed one rank at a time,
+element by element in fp32, so that no library chooses the order of the sum.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from underpar.quant.logsteps import from_index
 
 @dataclass(frozen=True, eq=False)
 class Factor:
-    """Integers (m, n) int8; each run of `group` of them, in row order, shares a log step."""
+    """Integers (m, n) int8; each run of `group` integers, in row order, shares a log step."""
 
     codes: np.ndarray
     steps: np.ndarray
-    """int16, one a group; the last group may be short."""
+    """int16, one per group; the last group may be short."""
     group: int
 
     def values(self) -> np.ndarray:
@@ -30,7 +30,7 @@ class Factor:
 
 @dataclass(frozen=True, eq=False)
 class LowRank:
-    """left (R, r) times right (r, C), added to what the integers of a matrix stand for."""
+    """left (R, r) times right (r, C), which is added to the dequantized matrix."""
 
     left: Factor
     right: Factor

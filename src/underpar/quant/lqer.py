@@ -1,13 +1,13 @@
-"""Low-rank correction of rounding errors: two thin factors of small integers, where they pay.
+"""LQER: low-rank corrections of rounding errors, for the matrices that gain most per byte.
 
-LQER (arXiv:2402.02446) adds a product A B of low rank to a rounded matrix, close to its error E.
-PR 1797 takes the leading singular vectors of E. Here the product is the closest one by what an
-error D costs, sum_r g_r D_r H D_r^T, where E is far less spread out: in a small model half of the
-cost of GPTQ's errors with a step for each row was of rank 1.
+LQER (arXiv:2402.02446) adds a product A B of low rank, close to the rounding error E, to a rounded
+matrix. PR 1797 takes the leading singular vectors of E. Here the product is the closest one in the
+norm of what an error D costs, sum_r g_r D_r H D_r^T. In this norm E is much nearer to low rank: in
+a small model, half of the cost of GPTQ's errors with a step per row was of rank 1.
 
-B is rounded first, with the feedback of GPTQ, then A is fitted to what became of B by least
-squares. Steps are those of least cost: PR 1797 takes them from the largest value, which leaves 59 %
-of the energy of a Gaussian factor of 2 bits, where 19 % need be left.
+B is rounded first, with the error feedback of GPTQ. A is then fitted to the rounded B by least
+squares, and rounded too. Steps are those of least cost. PR 1797 takes them from the largest value,
+which leaves 59 % of the energy of a Gaussian factor of 2 bits; the best step leaves 19 %.
 
 Steps by column (`gridS+columns`) spread the cost so evenly that hardly any of it is of low rank.
 """
@@ -31,19 +31,20 @@ from underpar.quant.lowrank import Factor, LowRank
 from underpar.quant.schemes import QuantizedModel, QuantizedTensor, dequantize
 from underpar.schema import QuantPart
 
-# Steps are searched this far below the one that clips nothing.
+# How far below the step that clips nothing the search for the best step goes.
 OCTAVES = 6
-# Of the mean diagonal: enough to round the left factor of a right one that is partly 0.
+# A share of the mean diagonal: enough for a right factor with rows of zeros.
 _LEAST_DAMPING = 1e-9
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How many matrices are corrected at most, and how their factors are stored.
+    """The largest number of matrices that are corrected, and how their factors are stored.
 
-    The left factor has one step, the right one a step for each `group` entries in row order; where
-    `symmetric`, each row of a factor has a step. `weighted` minds what errors cost; without it all
-    errors of a matrix cost the same, as in PR 1797. `damping` is that of GPTQ.
+    The left factor has one step, and the right factor one step for each `group` entries in row
+    order. With `symmetric`, each row of both factors has a step. With `weighted`, the norm counts
+    what errors cost; without it all errors of a matrix cost the same, as in PR 1797. `damping` is
+    that of GPTQ.
     """
 
     tensors: int = 0
@@ -81,13 +82,13 @@ def settings_of(part: QuantPart) -> Settings:
 
 @dataclass(frozen=True, eq=False)
 class Norm:
-    """What an error D (R, C) costs: the sum of rows[r] D_r H D_r^T, with H^-1 = U^T U; fp64."""
+    """The cost of an error D (R, C), the sum of rows[r] D_r H D_r^T, with H^-1 = U^T U; fp64."""
 
     rows: Tensor  # (R,)
     inverse: Tensor  # U (C, C)
 
     def whiten(self, error: Tensor) -> Tensor:
-        """D U^-1 (R, C), whose squares, times `rows`, are the cost."""
+        """D U^-1 (R, C): its squares times `rows` sum up to the cost."""
         return torch.linalg.solve_triangular(self.inverse, error, upper=True, left=False)
 
     def cost(self, error: Tensor) -> float:
@@ -104,35 +105,36 @@ def correct(
     settings: Settings,
     device: torch.device,
 ) -> QuantizedModel:
-    """The model with corrections of those matrices where they remove most loss a byte.
+    """The model with corrections of the matrices in which they remove the most loss per byte.
 
-    Left out, whatever `settings.tensors` is: what finer steps would remove with as many bytes.
-    Matrices are those with a step for each row whose inputs are calibrated.
+    At most `settings.tensors` are corrected. A matrix is left as it is if finer steps would remove
+    as much loss with the same bytes. Candidates have calibrated inputs and a step per row.
+    `sensitivity` None: all errors of all matrices cost the same.
     """
     if not settings.tensors:
         return dict(tensors)
-    # q, k and v share a Hessian: its factor is made once.
+    # q, k and v share a Hessian: its factor is computed once.
     sharing: dict[int, list[str]] = {}
     for name, hessian in calibration.hessians.items():
         if name in tensors and _is_matrix(tensors[name]):
             sharing.setdefault(id(hessian), []).append(name)
-    gains, found = {}, {}
+    gains, corrected = {}, {}
     for names in sharing.values():
         hessian = calibration.hessians[names[0]].to(device).double()
         inverse = _invert(hessian, settings)
         for name in names:
             plain = replace(tensors[name], correction=None)
             error = torch.from_numpy(weights[name] - dequantize(plain)).to(device).double()
-            # What meets no input at all costs nothing, and GPTQ makes it 0.
+            # Errors in columns without any input cost nothing; GPTQ makes these columns 0.
             error[:, hessian.diagonal() == 0] = 0
             rows = np.ones(len(error)) if sensitivity is None else sensitivity[name].rows
-            own = torch.as_tensor(rows, device=device).double()
-            norm = Norm(own if settings.weighted else own.mean().expand_as(own), inverse)
+            costs = torch.as_tensor(rows, device=device).double()
+            norm = Norm(costs if settings.weighted else costs.mean().expand_as(costs), inverse)
             correction = correct_error(error, norm, settings)
             gains[name] = _gain_per_byte(error, correction, norm)
-            found[name] = replace(plain, correction=correction)
+            corrected[name] = replace(plain, correction=correction)
     best = sorted(gains, key=lambda name: (-gains[name], name))[: settings.tensors]
-    return {**tensors, **{name: found[name] for name in best if gains[name] > 0}}
+    return {**tensors, **{name: corrected[name] for name in best if gains[name] > 0}}
 
 
 def _is_matrix(tensor: QuantizedTensor) -> bool:
@@ -140,14 +142,17 @@ def _is_matrix(tensor: QuantizedTensor) -> bool:
 
 
 def _invert(hessian: Tensor, settings: Settings) -> Tensor:
-    """U (C, C) of the damped Hessian, or of one with its mean diagonal alone."""
+    """U (C, C) of the damped Hessian; without weighting, of its mean diagonal."""
     if not settings.weighted:
         hessian = torch.diag(hessian.diagonal().mean().expand(len(hessian)))
     return factor_inverse(damp(hessian[None], settings.damping)[0])[0]
 
 
 def _gain_per_byte(error: Tensor, correction: LowRank, norm: Norm) -> float:
-    """Removed cost a byte; 0 where finer steps remove as much, as each bit a weight quarters it."""
+    """Removed cost per byte; 0 if finer steps with the same bytes would remove as much.
+
+    One more bit per weight divides the cost by 4.
+    """
     before = norm.cost(error)
     gain = before - norm.cost(error - torch.from_numpy(correction.product()).to(error))
     num_bytes = stored_bytes(correction)
@@ -156,7 +161,7 @@ def _gain_per_byte(error: Tensor, correction: LowRank, norm: Norm) -> float:
 
 
 def stored_bytes(correction: LowRank) -> float:
-    """About what a correction takes: integers coded by their own counts, the counts, the steps."""
+    """About the bytes of a correction: integers coded by their counts, the counts, the steps."""
     total = 0.0
     for factor in (correction.left, correction.right):
         counts = np.unique(factor.codes, return_counts=True)[1]
@@ -184,12 +189,12 @@ def correct_error(error: Tensor, norm: Norm, settings: Settings) -> LowRank:
 def factorize(white: Tensor, rows: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Factors (R, k) and (k, C), k at most `rank`, with the product closest to `white` (R, C).
 
-    Squared errors of row r cost `rows[r]`. All columns of the left factor cost the same, so that
-    one step can serve them.
+    Squared errors of row r cost `rows[r]`. Errors in all columns of the left factor cost the same,
+    so that one step is right for all of them.
     """
     scaled = (rows / rows.mean()).sqrt()[:, None] * white
     rank = min(rank, *white.shape)
-    # Eigenvectors of the shorter side: exact, and the same every time.
+    # Eigenvectors of the shorter side are exact, and reproducible unlike randomized methods.
     if len(white) <= white.shape[1]:
         vectors = torch.linalg.eigh(scaled @ scaled.T).eigenvectors[:, -rank:]
         basis = vectors.T @ scaled
@@ -201,16 +206,16 @@ def factorize(white: Tensor, rows: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def fit_left(white: Tensor, basis: Tensor) -> Tensor:
-    """The left factor (R, k) that brings a right one (k, C) closest to `white` (R, C)."""
+    """The left factor (R, k) whose product with `basis` (k, C) is closest to `white` (R, C)."""
     return white @ basis.T @ torch.linalg.pinv(basis @ basis.T, hermitian=True)
 
 
 def round_factor(values: Tensor, norm: Norm, bits: int, group: int) -> Factor:
-    """A factor (m, n) in integers of `bits` bits, one step for each `group` of them in row order.
+    """A factor (m, n) in integers of `bits` bits, with one step per `group` entries in row order.
 
-    Errors are fed back as in GPTQ, column by column.
+    Errors are fed back column by column, as in GPTQ.
     """
-    # Factors are so small that a GPU would only wait for the next column.
+    # Factors are so small that a GPU would spend its time on launches.
     values, rows, inverse = (t.cpu() for t in (values, norm.rows, norm.inverse))
     costs = rows[:, None] / inverse.diagonal().square()
     indices = _search_steps(values, costs.expand_as(values), bits, group)
@@ -225,7 +230,7 @@ def round_factor(values: Tensor, norm: Norm, bits: int, group: int) -> Factor:
 
 
 def _search_steps(values: Tensor, costs: Tensor, bits: int, group: int) -> np.ndarray:
-    """Log steps (G,) int16 of least cost, each weight rounded on its own."""
+    """Log steps (G,) int16 of least cost if each entry is rounded on its own."""
     padding = -values.numel() % group
     runs, weights = (
         torch.nn.functional.pad(t.flatten(), (0, padding)).view(-1, group) for t in (values, costs)
@@ -237,9 +242,9 @@ def _search_steps(values: Tensor, costs: Tensor, bits: int, group: int) -> np.nd
         indices = np.maximum(largest - below, -LARGEST_INDEX).astype(np.int16)
         steps = torch.from_numpy(from_index(indices)).to(runs)[:, None]
         restored = (runs / steps).round().clamp(low, high) * steps
-        found = (weights * (restored - runs).square()).sum(1)
-        best = np.where((found < least).numpy(), indices, best)
-        least = torch.minimum(found, least)
+        cost = (weights * (restored - runs).square()).sum(1)
+        best = np.where((cost < least).numpy(), indices, best)
+        least = torch.minimum(cost, least)
     return best
 
 

@@ -12,7 +12,7 @@ from underpar.quant.schemes import QuantizedTensor, Scheme
 
 
 def round_tensor(weight: np.ndarray, scheme: Scheme) -> QuantizedTensor:
-    """Round each row of `weight` to the nearest multiple of its step."""
+    """Round each row of `weight` to the nearest multiples of its step."""
     if not np.isfinite(weight).all():
         raise ArtifactError("a weight is NaN or infinite; the run diverged, nothing to pack")
     shape = tuple(weight.shape)
@@ -30,7 +30,7 @@ def round_tensor(weight: np.ndarray, scheme: Scheme) -> QuantizedTensor:
 
 
 def as_rows(weight: np.ndarray, group: int = 0) -> np.ndarray:
-    """A weight as a matrix of fp32: its rows, or runs of `group` weights; one row for a vector."""
+    """A tensor as an fp32 matrix: its rows, or runs of `group` weights; a vector is one row."""
     row = weight.shape[-1] if weight.ndim else 1
     if group and row % group:
         raise RecipeError(

@@ -1,4 +1,4 @@
-"""Name pattern -> scheme: ordered rules, each tensor matched once (after torchao's FqnToConfig)."""
+"""Rules: name pattern -> scheme, in order; the first match counts (after torchao's FqnToConfig)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from underpar.errors import RecipeError
 from underpar.quant.rounding import round_tensor
 from underpar.quant.schemes import QuantizedModel, Scheme, parse_scheme
 
-# The matrices whose inputs `quant.calibration` sums.
+# The matrices whose inputs `quant.calibration` reads.
 CALIBRATED = re.compile(r"blocks\.\d+\.(attn\.[qkvo]|mlp\.(up|down))\.weight|embedding\.weight")
 
 
 def match_rules(names: Sequence[str], rules: Sequence[str]) -> dict[str, Scheme]:
-    """The scheme of each tensor: the first rule 'pattern scheme' whose pattern fits its name."""
+    """The scheme of each tensor: that of the first rule 'pattern scheme' that matches its name."""
     parsed = [(rule.split()[0], parse_scheme(rule.split()[1])) for rule in rules]
     schemes = {}
     for name in names:
@@ -29,7 +29,7 @@ def match_rules(names: Sequence[str], rules: Sequence[str]) -> dict[str, Scheme]
 
 
 def check_rules(shapes: Mapping[str, tuple[int, ...]], rules: Sequence[str]) -> None:
-    """Refuse rules that packing could not follow: better now than after training."""
+    """Refuse, before training, rules that packing could not follow."""
     for name, scheme in match_rules(list(shapes), rules).items():
         shape = shapes[name]
         start = f"quant.rules: {scheme} for {name!r}"
@@ -46,14 +46,14 @@ def check_rules(shapes: Mapping[str, tuple[int, ...]], rules: Sequence[str]) -> 
             )
 
 
-# Weights and schemes of the tensors that need a calibration -> the tensors.
+# (weights, schemes) of the tensors that need a calibration -> these tensors, rounded.
 Solve = Callable[[Mapping[str, np.ndarray], Mapping[str, Scheme]], QuantizedModel]
 
 
 def quantize_model(
     weights: Mapping[str, np.ndarray], rules: Sequence[str], solve: Solve | None = None
 ) -> QuantizedModel:
-    """Every tensor by its rule, in name order; `solve` rounds those that need a calibration."""
+    """Every tensor rounded by its rule, in name order; `solve` rounds the calibrated ones."""
     schemes = match_rules(sorted(weights), rules)
     calibrated = {name: scheme for name, scheme in schemes.items() if scheme.calibrated}
     solved: QuantizedModel = {}

@@ -1,13 +1,20 @@
-"""How tensors are stored, and what they stand for: dequantizing gives exactly what is scored.
+"""Schemes: how a tensor is stored, and the weights that its integers and steps stand for.
 
-`fp16` stores halves. `intB:k` stores integers of B bits with one fp16 step a row, k row deviations
-wide: step = k * std / (2^(B-1) - 1), the SD-clip rule of PR 1394 (the step sets entropy and error,
-B only the clipping point). `intB` alone takes the step from the row's largest value, `clipB` from
-the best of a few clipping points (`quant.clip_search`). `gptqB:k` has the steps of `intB:k`,
-rounded with feedback (`quant.gptq`); `gptqB:k+awq` lets columns have finer steps (`quant.awq`).
-`ternary:G` has one fp16 step for each run of G weights of a row. `gridS` has log steps by row, set
-by what errors cost (`quant.allocate`), and a trellis of S states (1: none); `gridS+columns` has
-steps by column too. How weights are rounded is in `quant.rounding` and `quant.solve`.
+The dequantized weights are exactly those that are scored.
+
+    fp16            halves
+    intB:k          integers of B bits and one fp16 step per row, step = k * std / (2^(B-1) - 1):
+                    the SD-clip rule of PR 1394. The step sets entropy and error; B only clips
+    intB            the same with the step from the largest value of the row
+    clipB           the same with the step from the best of a few clipping points (`clip_search`)
+    gptqB:k         steps of intB:k, rounded with error feedback (`gptq`)
+    gptqB:k+awq     the same with finer steps in some columns (`awq`)
+    ternary:G       integers -1, 0, 1 and one fp16 step for each run of G weights of a row
+    gridS           log steps by row, set by sensitivity (`allocate`), and a trellis of S states
+                    (1: no trellis)
+    gridS+columns   the same with log steps by column too
+
+rounding.py and solve.py round weights to these schemes.
 """
 
 from __future__ import annotations
@@ -35,17 +42,17 @@ _SCHEME = re.compile(
 class Scheme:
     """How a tensor is stored and rounded.
 
-    `bits` = 0 without `states` is fp16; `sigmas` = 0 takes the step from the row's largest value.
+    `bits` = 0 and `states` = 0 is fp16. With `sigmas` = 0 the largest value of a row sets its step.
     """
 
     bits: int = 0
     sigmas: float = 0.0
     form: str = "int"
     group: int = 0
-    """Weights that share a step; 0: those of a row."""
+    """Number of weights that share a step; 0: all weights of a row."""
     states: int = 0
     columns: bool = False
-    """Whether log steps by column are stored."""
+    """Whether log steps by column are stored too."""
 
     @property
     def limit(self) -> int:
@@ -54,12 +61,12 @@ class Scheme:
 
     @property
     def is_half(self) -> bool:
-        """Whether the tensor is stored as it is, in fp16."""
+        """Whether the tensor is stored in fp16."""
         return not self.bits and not self.states
 
     @property
     def calibrated(self) -> bool:
-        """Whether rounding needs to know the inputs."""
+        """Whether rounding needs a calibration of the inputs."""
         return self.form == "gptq" or self.states > 0
 
     def num_halves(self, shape: Sequence[int]) -> int:
@@ -93,12 +100,12 @@ def parse_scheme(text: str) -> Scheme:
     """'fp16', 'int6', 'int6:12.85', 'clip6', 'gptq6:12.85', 'ternary:128' or 'grid8+columns'."""
     if text == "fp16":
         return Scheme()
-    found = _SCHEME.fullmatch(text)
-    parts = found.groupdict() if found else {}
+    match = _SCHEME.fullmatch(text)
+    parts = match.groupdict() if match else {}
     states, sigmas = int(parts.get("states") or 0), float(parts.get("sigmas") or 0)
     form, group = parts.get("form") or "int", int(parts.get("group") or 0)
-    odd = (form == "clip" and sigmas) or (parts.get("awq") and form != "gptq")
-    if not found or odd or sigmas >= 1000 or (parts["states"] and states not in STATES):
+    misused = (form == "clip" and sigmas) or (parts.get("awq") and form != "gptq")
+    if not match or misused or sigmas >= 1000 or (parts["states"] and states not in STATES):
         raise RecipeError(
             f"scheme {text!r}: expected fp16, int2 ... int8, int6:12.85, clip6, gptq6:12.85, "
             f"gptq7:14+awq, ternary:128, or grid with {', '.join(map(str, STATES))} states, as in "
@@ -113,9 +120,10 @@ def parse_scheme(text: str) -> Scheme:
 
 @dataclass(frozen=True, eq=False)
 class QuantizedTensor:
-    """Integers (rows, cols) and steps (rows,): fp16, or int16 log steps; fp16 has no integers.
+    """Integers (rows, cols) and one step per row: fp16, or an int16 log step for grids.
 
-    The rows of `ternary:G` are its runs of G weights.
+    With scheme fp16, `steps` are the weights themselves and `codes` is None. With ternary:G, the
+    rows are runs of G weights.
     """
 
     shape: tuple[int, ...]
@@ -123,13 +131,13 @@ class QuantizedTensor:
     steps: np.ndarray
     codes: np.ndarray | None = None
     columns: np.ndarray | None = None
-    """Log steps (cols,) int16, where the scheme has them."""
+    """Log steps (cols,) int16, if the scheme has them."""
     correction: LowRank | None = None
 
 
 QuantizedModel = dict[str, QuantizedTensor]
 
-# The log step of rows whose columns do not differ.
+# The log steps of columns, for a grid that stores none: all columns share a step.
 ONE_COLUMN = np.zeros(1, dtype=np.int16)
 
 
@@ -144,7 +152,7 @@ def dequantize(tensor: QuantizedTensor) -> np.ndarray:
 
 
 def steps_of(tensor: QuantizedTensor) -> np.ndarray:
-    """Steps in fp32, (rows, cols), or (rows, 1) where columns do not differ."""
+    """Steps in fp32: (rows, cols), or (rows, 1) if all columns of a row have the same step."""
     if tensor.scheme.states:
         return from_indices(tensor.steps, ONE_COLUMN if tensor.columns is None else tensor.columns)
     steps = tensor.steps.astype(np.float32)[:, None]

@@ -1,4 +1,4 @@
-"""Rounding that knows what errors cost: the matrices of a model by scheme and calibration."""
+"""Round the matrices whose schemes need a calibration: with GPTQ, many at a time."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from underpar.quant.logsteps import STEPS_PER_OCTAVE
 from underpar.quant.rounding import as_rows, stored_steps
 from underpar.quant.schemes import QuantizedModel, QuantizedTensor, Scheme, steps_of
 
-# What a batch of matrices may take, by kind of device; elsewhere they go one at a time.
+# Memory that a batch of matrices may take, by kind of device; on others a batch is one matrix.
 BATCH_BYTES = {"cuda": 4 << 30}
-# What a solve takes for each weight, and for each weight and state of a trellis.
+# Memory that a solve takes per weight, and per weight and state of a trellis.
 WEIGHT_BYTES, STATE_BYTES = 24, 12
 
-# Columns that `quant.awq` protects: one octave finer. PR 1908 has 63/127, which is 0.8 % less.
+# Columns that `quant.awq` protects have steps one octave finer. PR 1908: 63/127 of the others.
 FINER = -STEPS_PER_OCTAVE
 FINER_LIMIT = 127
 
-# A tensor is its own key, and stays alive with it.
+# The tensor itself is in the key, which keeps it alive.
 _Key = tuple[Tensor, float, bool, torch.device]
 
 
 @dataclass(frozen=True, eq=False)
-class _Task:
-    """A matrix, and all of its tensor but the integers."""
+class Task:
+    """A matrix, and its quantized tensor without the integers."""
 
     name: str
     weight: np.ndarray
@@ -42,13 +42,13 @@ class _Task:
 
     @property
     def kind(self) -> tuple[str, tuple[int, ...]]:
-        """Tasks of one kind can be solved together."""
+        """Tasks of the same kind can be solved in one batch."""
         return str(self.tensor.scheme), self.tensor.shape
 
 
 @dataclass(frozen=True, eq=False)
 class Solver:
-    """Calibration, sensitivities, and the one constant that sets the size of all grids."""
+    """Rounds matrices by their calibration; `constant` sets the steps of all grids."""
 
     calibration: Calibration
     sensitivity: Mapping[str, Sensitivity]
@@ -58,9 +58,11 @@ class Solver:
     protected: Mapping[str, np.ndarray] = field(default_factory=dict)
     """Columns (C,) bool with finer steps, for the schemes with +awq."""
     weigh_bits: bool = True
-    """Whether grids prefer integers that take fewer bits (`quant.gptq`)."""
+    """Whether grids are solved with the rate penalty (`quant.gptq`)."""
+    batch_bytes: int | None = None
+    """Memory that a batch of matrices may take; None: `BATCH_BYTES` of the device."""
     inverses: dict[_Key, gptq.Inverse] = field(default_factory=dict, repr=False)
-    """Made once for each Hessian, and kept by `replace`: solvers of other constants share them."""
+    """One per Hessian; `replace` keeps the dict, so that solvers of other constants share it."""
 
     def solve(
         self,
@@ -68,21 +70,36 @@ class Solver:
         schemes: Mapping[str, Scheme],
         on_tensor: Callable[[str], None] | None = None,
     ) -> QuantizedModel:
-        """Round matrices with feedback, several of a kind at once; tensors in the schemes' order.
+        """Round matrices with error feedback; returns them in the order of `schemes`.
 
-        `on_tensor` is called with the name of each matrix that is done.
+        `on_tensor` is called with the name of each matrix when it is done.
         """
-        tasks = [self._plan(name, weights[name], scheme) for name, scheme in schemes.items()]
-        batches = list(self._batches(tasks))
+        batches = self.plan_batches(weights, schemes)
         solved = {}
-        for batch, found in zip(batches, self._map(batches), strict=True):
-            for task, codes in zip(batch, found, strict=True):
+        for batch, solutions in zip(batches, self._map(batches), strict=True):
+            for task, codes in zip(batch, solutions, strict=True):
                 solved[task.name] = replace(task.tensor, codes=codes)
                 if on_tensor is not None:
                     on_tensor(task.name)
         return {name: solved[name] for name in schemes}
 
-    def _plan(self, name: str, weight: np.ndarray, scheme: Scheme) -> _Task:
+    def plan_batches(
+        self, weights: Mapping[str, np.ndarray], schemes: Mapping[str, Scheme]
+    ) -> list[list[Task]]:
+        """The matrices, with their steps, in batches of one kind that fit into memory."""
+        tasks = [self._plan(name, weights[name], scheme) for name, scheme in schemes.items()]
+        batches = []
+        for _, alike in groupby(sorted(tasks, key=lambda task: task.kind), lambda t: t.kind):
+            group = list(alike)
+            per_weight = WEIGHT_BYTES + STATE_BYTES * group[0].tensor.scheme.states
+            allowed = self.batch_bytes
+            if allowed is None:
+                allowed = BATCH_BYTES.get(self.device.type, 0)
+            size = max(1, allowed // (per_weight * group[0].weight.size))
+            batches += [group[start : start + size] for start in range(0, len(group), size)]
+        return batches
+
+    def _plan(self, name: str, weight: np.ndarray, scheme: Scheme) -> Task:
         if name not in self.calibration.hessians:
             raise RecipeError(
                 f"quant.rules: {scheme} for {name!r}, whose inputs are not calibrated; use intB:k"
@@ -90,35 +107,29 @@ class Solver:
         if not np.isfinite(weight).all():
             raise ArtifactError(f"{name}: a weight is NaN or infinite; the run diverged")
         if scheme.states:
-            found = allocate(
+            steps = allocate(
                 self.sensitivity[name],
                 self.constant,
                 columns=scheme.columns,
                 num_states=scheme.states,
             )
-            tensor = QuantizedTensor(weight.shape, scheme, found.rows, columns=found.columns)
+            tensor = QuantizedTensor(weight.shape, scheme, steps.rows, columns=steps.columns)
         else:
             columns = None
             if scheme.columns:
                 columns = np.where(self._protected(name, weight), FINER, 0).astype(np.int16)
-            steps = stored_steps(as_rows(weight), scheme)
-            tensor = QuantizedTensor(weight.shape, scheme, steps, columns=columns)
-        return _Task(name, weight, tensor)
+            halves = stored_steps(as_rows(weight), scheme)
+            tensor = QuantizedTensor(weight.shape, scheme, halves, columns=columns)
+        return Task(name, weight, tensor)
 
     def _protected(self, name: str, weight: np.ndarray) -> np.ndarray:
         return self.protected.get(name, np.zeros(weight.shape[1], dtype=bool))
 
-    def _batches(self, tasks: Sequence[_Task]) -> Iterator[list[_Task]]:
-        for _, alike in groupby(sorted(tasks, key=lambda task: task.kind), lambda t: t.kind):
-            group = list(alike)
-            each = WEIGHT_BYTES + STATE_BYTES * group[0].tensor.scheme.states
-            allowed = BATCH_BYTES.get(self.device.type, 0)
-            size = max(1, allowed // (each * group[0].weight.size))
-            for start in range(0, len(group), size):
-                yield group[start : start + size]
+    def _map(self, batches: Sequence[Sequence[Task]]) -> Iterator[np.ndarray]:
+        """Integers of each batch. A CPU solves several batches at a time, one thread each.
 
-    def _map(self, batches: Sequence[Sequence[_Task]]) -> Iterator[np.ndarray]:
-        """Integers of each batch; on a CPU several at a time, as columns gain little by threads."""
+        Threads within a batch gain little, because its columns are solved one after the other.
+        """
         if self.device.type != "cpu":
             yield from map(self._codes, batches)
             return
@@ -126,15 +137,15 @@ class Solver:
         with ThreadPoolExecutor(torch.get_num_threads(), "solve", *one) as pool:
             yield from pool.map(self._codes, batches)
 
-    def _codes(self, batch: Sequence[_Task]) -> np.ndarray:
-        """Integers (B, R, C) of tasks of one kind."""
+    def _codes(self, batch: Sequence[Task]) -> np.ndarray:
+        """Integers (B, R, C) of a batch of tasks of the same kind."""
         scheme = batch[0].tensor.scheme
         options = self._options(scheme)
         inverses = [self._inverse(self.calibration.hessians[t.name], options) for t in batch]
         limits = None
         if scheme.columns and not scheme.states:
             finer = [self._protected(t.name, t.weight) for t in batch]
-            limits = self._load([np.where(own, FINER_LIMIT, scheme.limit) for own in finer])
+            limits = self._load([np.where(columns, FINER_LIMIT, scheme.limit) for columns in finer])
         codes = gptq.solve(
             self._load([t.weight for t in batch]),
             gptq.Inverse.stack(inverses),

@@ -1,10 +1,10 @@
-"""Let the vectors that are stored anyway make up for what rounding the matrices did.
+"""Tune the fp16 parameters so that they make up for the rounding of the matrices.
 
-Scales, gains, mixes and gates are trained a little, on calibration text, with all matrices frozen
-as rounded, so that the model predicts again what it did before. The loss is the divergence from
-the distribution of the unrounded model (distillation, arXiv:1503.02531): every token then tells
-about the whole vocabulary. The tokens of the text as labels say so little that in as many steps
-they left the gap of a small model as it was, where the divergence took 10 to 30 % of it away.
+Scales, gains, mixes and gates are trained a little on calibration text; all matrices stay as
+rounded. The loss is the divergence from the distribution of the unrounded model (distillation,
+arXiv:1503.02531), because every token then tells about the whole vocabulary. With the tokens of the
+text as labels, the same number of steps left the gap of a small model as it was; with the
+divergence they closed 10 to 30 % of it.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from underpar.quant.schemes import QuantizedModel
 from underpar.train.step import precision
 
 BETAS = (0.9, 0.99)
-# One in so many batches is held back, to judge what the others taught.
+# One in this many batches is held back, to judge the values that the others give.
 HELD_BACK = 4
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Steps of Adam, each on one batch a rank, at a rate that falls from `lr` to 0."""
+    """Steps of Adam, each on one batch per rank, at a rate that falls from `lr` to 0."""
 
     steps: int = 30
     lr: float = 0.01
@@ -52,7 +52,7 @@ class Settings:
 
 @dataclass(frozen=True, eq=False)
 class _Example:
-    """A batch, and what the teacher's head reads of it (N, dim)."""
+    """A batch, and the teacher's hidden states (N, dim) for it."""
 
     batch: Batch
     hidden: Tensor
@@ -68,9 +68,9 @@ def tune(
 ) -> dict[str, Tensor]:
     """Values of the parameters `names`, in fp16, with which `model` is closer to `teacher`.
 
-    `model` holds rounded weights, `teacher` those from before. `text` is read again and again, all
-    ranks together; where a held-back part of it shows no gain, the values are those of `model`.
-    Both models come back as they were.
+    `model` holds rounded weights, `teacher` the weights from before rounding. All ranks read `text`
+    together, repeatedly. If its held-back part shows no gain, the values are those of `model`.
+    Both models are unchanged afterwards.
     """
     with as_scored(teacher), _lent(model, names) as parameters:
         start = [_to_half(parameter) for parameter in parameters]
@@ -85,7 +85,7 @@ def tune(
                 raise ArtifactError("logits are NaN or infinite; the run diverged, nothing to tune")
             student.learn(taught, settings)
             tuned = [_to_half(parameter) for parameter in parameters]
-            # Neither where it is NaN: a rate far too high ends so.
+            # False for NaN too, which a far too high rate leads to.
             final = tuned if student.divergence(held) < before else start
         return dict(zip(names, (value.cpu() for value in final), strict=True))
 
@@ -125,7 +125,7 @@ def _to_half(parameter: nn.Parameter) -> Tensor:
 
 @contextmanager
 def _lent(model: GPT, names: Sequence[str]) -> Iterator[list[nn.Parameter]]:
-    """Inside, these parameters alone are trained; behind it, everything is as it was."""
+    """Inside, only these parameters can be trained; afterwards everything is as before."""
     parameters = [model.get_parameter(name) for name in names]
     before = [(parameter.detach().clone(), parameter.grad) for parameter in parameters]
     with as_scored(model), frozen(model), torch.enable_grad():
@@ -140,13 +140,13 @@ def _lent(model: GPT, names: Sequence[str]) -> Iterator[list[nn.Parameter]]:
 
 
 def _read(text: Text, teacher: GPT, runtime: Runtime) -> list[_Example]:
-    """This rank's examples, at least two."""
+    """This rank's examples, two or more."""
     with torch.no_grad():
         examples = [
             _Example(batch, hidden_of(teacher, batch, runtime))
             for batch in read(text, teacher, runtime)
         ]
-    # Not of this rank's share: ranks must agree on it.
+    # Checked for the whole text, not for this rank's share, so that all ranks agree.
     if text.num_batches < 2 * runtime.world:
         raise RecipeError(
             f"tuning on {text.num_batches} batches of text: expected 2 or more for each of "
@@ -157,7 +157,7 @@ def _read(text: Text, teacher: GPT, runtime: Runtime) -> list[_Example]:
 
 @dataclass(frozen=True, eq=False)
 class _Student:
-    """A rounded model, its free parameters, and the model it should be like."""
+    """A rounded model, its trainable parameters, and the model that it should imitate."""
 
     model: GPT
     parameters: list[nn.Parameter]
@@ -165,7 +165,7 @@ class _Student:
     runtime: Runtime
 
     def learn(self, examples: Sequence[_Example], settings: Settings) -> None:
-        """Take all steps, the same on every rank."""
+        """Take all steps; every rank gets the same parameters."""
         adam = torch.optim.Adam(self.parameters, settings.lr, BETAS)
         for step in range(settings.steps):
             self._backward(examples[step % len(examples)])
@@ -179,25 +179,25 @@ class _Student:
     def _backward(self, example: _Example) -> None:
         hidden = hidden_of(self.model, example.batch, self.runtime)
         num_targets = len(hidden) * self.runtime.world
-        backward_head(hidden, example.hidden, lambda x, y: self._apart(x, y) / num_targets)
+        backward_head(hidden, example.hidden, lambda x, y: self._sum_divergence(x, y) / num_targets)
 
     @torch.no_grad()
     def divergence(self, examples: Sequence[_Example]) -> float:
-        """Mean nats a token over all ranks."""
+        """Mean divergence in nats per token, over all ranks."""
         total = torch.zeros(2, dtype=torch.float64, device=self.runtime.device)
         for example in examples:
             hidden = hidden_of(self.model, example.batch, self.runtime)
-            for own, other in zip(hidden.split(ROWS), example.hidden.split(ROWS), strict=True):
-                total[0] += self._apart(own, other)
-                total[1] += len(own)
+            for x, y in zip(hidden.split(ROWS), example.hidden.split(ROWS), strict=True):
+                total[0] += self._sum_divergence(x, y)
+                total[1] += len(x)
         sum_over_ranks([total], self.runtime)
         return float(total[0] / total[1])
 
-    def _apart(self, own: Tensor, other: Tensor) -> Tensor:
-        """Summed divergence in nats of the two heads, each of what it reads (n, dim)."""
+    def _sum_divergence(self, x: Tensor, teacher_x: Tensor) -> Tensor:
+        """Divergence in nats, summed over tokens, from the hidden states (n, dim) of both."""
         with precision(self.runtime):
-            logits = self.model.head(own)
+            logits = self.model.head(x)
             with torch.no_grad():
-                wanted = self.teacher.head(other)
+                wanted = self.teacher.head(teacher_x)
         logs, wanted_logs = (z.float().log_softmax(-1) for z in (logits, wanted))
         return F.kl_div(logs, wanted_logs, reduction="sum", log_target=True)

@@ -13,7 +13,7 @@ from underpar.quant.trellis import next_state
 
 
 def previous_state(num_states: int) -> np.ndarray:
-    """The state that led here, (S, 2) int64, by [state, branch bit taken to get here]."""
+    """The state before, (S, 2) int64, by [state, branch bit that led to it]."""
     table = next_state(num_states)
     before = np.empty_like(table)
     for branch_bit in range(2):
@@ -22,9 +22,9 @@ def previous_state(num_states: int) -> np.ndarray:
 
 
 class Viterbi:
-    """One column at a time, the cheapest path into each state; tensors end in (S, R).
+    """Finds the cheapest path into each state, column by column; tensors end in (S, R).
 
-    `limit` is the largest |n|. Branch bits are the leading axis of candidates.
+    `limit` is the largest |n|. Candidates have the branch bit as their leading axis.
     """
 
     def __init__(self, num_states: int, limit: int, device: torch.device) -> None:
@@ -35,7 +35,7 @@ class Viterbi:
             )
         self.num_states = num_states
         self._before = torch.from_numpy(previous_state(num_states)).to(device)
-        # Branch bit x out of state s allows n = 4 k + offset: these are the four subsets.
+        # Branch bit x out of state s allows n = 4 k + offset: one of four subsets of the integers.
         states, bits = (torch.arange(n, device=device) for n in (num_states, 2))
         self._offsets = (states % 2 + 2 * bits[:, None])[..., None].float()  # (2, S, 1)
         self._lowest = -((limit + self._offsets) / 4).floor()
@@ -48,7 +48,7 @@ class Viterbi:
         return costs
 
     def nearest(self, values: Tensor) -> Tensor:
-        """The nearest n on each branch, (2, ..., S, R), to values in steps, (..., S, R)."""
+        """The integer of each branch (2, ..., S, R) nearest to values (..., S, R), in steps."""
         extra = (1,) * (values.dim() - 2)
         offsets, lowest, highest = (
             t.view(2, *extra, self.num_states, 1)
@@ -58,17 +58,17 @@ class Viterbi:
         return quarters.clamp_(lowest, highest).mul_(4).add_(offsets)
 
     def arrive(self, costs: Tensor) -> tuple[Tensor, Tensor]:
-        """Of branch costs (2, ..., S, R): the least into each state, and the bit it came by."""
+        """The least of branch costs (2, ..., S, R) into each state, and the bit of its branch."""
         first, second = self._enter(costs)
         return torch.minimum(first, second), second < first
 
     def follow(self, values: Tensor, bits: Tensor) -> Tensor:
-        """Values of the branches (2, ..., S, R) that were taken into each state."""
+        """Of values by branch (2, ..., S, R), those of the branch taken into each state."""
         first, second = self._enter(values)
         return torch.where(bits, second, first)
 
     def sources(self, bits: Tensor) -> Tensor:
-        """The state (..., S, R) int64 that each state was reached from."""
+        """The state (..., S, R) int64 from which each state was reached."""
         return torch.where(bits, self._before[:, 1, None], self._before[:, 0, None])
 
     def _enter(self, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,7 +77,11 @@ class Viterbi:
 
 
 def trace(costs: Tensor, codes: Sequence[Tensor], sources: Sequence[Tensor]) -> Tensor:
-    """The integers (..., C, R) int16 of each row's cheapest path, from those into each state."""
+    """The integers (..., C, R) int16 of the cheapest path of each row.
+
+    `codes` and `sources` (..., S, R) have, per column, the integer and the state that led into each
+    state.
+    """
     states = costs.argmin(dim=-2, keepdim=True)  # (..., 1, R)
     path = []
     for column_codes, column_sources in zip(reversed(codes), reversed(sources), strict=True):

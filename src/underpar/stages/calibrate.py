@@ -1,4 +1,4 @@
-"""The first stage from weights to a file: what matrices meet, and what their errors cost."""
+"""Calibrate a trained model: the inputs of its matrices, and what errors in them cost."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from underpar.quant.rules import match_rules
 from underpar.recipe import Recipe
 from underpar.schema import QuantPart
 
-# Lanes that a model writes for its own calibration are at most this long.
+# The most tokens of a lane in which the model writes its own calibration text.
 LANE_TOKENS = 2048
 
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """A run's weights, by name, and the file they came from."""
+    """The weights of a run, by name, and the SHA-256 of their file."""
 
     recipe: Recipe
     weights: dict[str, np.ndarray]
@@ -61,7 +61,7 @@ def load_model(recipe: Recipe, weights: Mapping[str, np.ndarray]) -> GPT:
 
 
 def needs_calibration(recipe: Recipe) -> bool:
-    """Whether any rule's scheme has to know the inputs of its matrix."""
+    """Whether the scheme of any tensor needs a calibration."""
     schemes = match_rules(list(weight_shapes(recipe)), recipe.quant.rules)
     return any(scheme.calibrated for scheme in schemes.values())
 
@@ -69,7 +69,10 @@ def needs_calibration(recipe: Recipe) -> bool:
 def calibrate_run(
     folder: RunFolder, data: DataFolder, runtime: Runtime, source: str = ""
 ) -> Measured:
-    """Read training text, or what the model writes, with a run's weights; all ranks together."""
+    """Calibrate a run on training text, or on text that it writes; all ranks together.
+
+    `source` is "train" or "self"; empty: as the recipe says. Writes calibration.safetensors.
+    """
     started = time.perf_counter()
     require_own_data(folder, data, runtime)
     trained = ask_main(lambda: read_trained(folder), runtime)
@@ -93,13 +96,13 @@ def calibrate_run(
 
 
 def require_own_data(folder: RunFolder, data: DataFolder, runtime: Runtime) -> None:
-    """Refuse all data but those of the run: the training text of others may be held out here."""
+    """Refuse data other than the run's: its training text may be held-out text of the run."""
     about = ask_main(lambda: folder.read_json(folder.about_file), runtime)
-    own, found = about.get("data_identity"), data_identity(data)
-    if found != own:
+    trained_on, offered = about.get("data_identity"), data_identity(data)
+    if offered != trained_on:
         raise RunError(
-            f"{folder.path} was trained on data {own}, these are {found}; name the folder that it "
-            "was trained on"
+            f"{folder.path} was trained on data {trained_on}, these are {offered}; name the folder "
+            "that it was trained on"
         )
 
 
@@ -119,6 +122,6 @@ def _text(source: str, part: QuantPart, data: DataFolder, model: GPT, num_batche
 
 
 def calibrate(folder: RunFolder, data: Path, runtime: Runtime, source: str = "") -> dict[str, Any]:
-    """Read calibration text with a run's weights."""
+    """Calibrate a run; returns the text, its tokens and the seconds."""
     with process_group(runtime):
         return calibrate_run(folder, load_data(data), runtime, source).about

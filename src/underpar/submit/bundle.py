@@ -6,8 +6,8 @@ a short bootstrap and a compressed payload. It is built in three steps.
 1. Collect modules: follow the imports of `submit.entry` and of the recipe's levers. An import
    inside a function counts like any other; an import under TYPE_CHECKING does not. Training,
    packing, reports and unused levers are never imported and so never carried.
-2. Strip each module: no docstrings, comments or annotations, and one space per level of nesting.
-   Names, asserts and lines of code stay as they are.
+2. Strip each module: no docstrings, comments, annotations or declarations of protocols, and one
+   space per level of nesting. Names, asserts and lines of code stay as they are.
 3. Compress all modules as one block, and put the block into the bootstrap as a string literal.
 
 The bootstrap unpacks the modules into a temporary folder, puts the folder first on `sys.path` and
@@ -154,10 +154,6 @@ def _drop_unused_types(tree: ast.AST) -> None:
                     body.remove(line)
 
 
-def _is_protocol(node: ast.AST) -> bool:
-    return isinstance(node, ast.ClassDef) and "Protocol" in map(ast.unparse, node.bases)
-
-
 def _is_module(name: str) -> bool:
     try:
         return find_spec(name) is not None
@@ -174,7 +170,7 @@ def module_path(module: str) -> Path:
 
 @cache
 def strip(source: str) -> str:
-    """The source without docstrings, comments and annotations.
+    """The source without docstrings, comments, annotations and declarations of protocols.
 
     Two kinds of annotations stay, because programs read them: those of fields (dataclasses) and
     `constexpr` of kernel arguments (Triton).
@@ -184,7 +180,9 @@ def strip(source: str) -> str:
         if isinstance(node, DOCUMENTED):
             has_docstring = ast.get_docstring(node, clean=False) is not None
             body = [n for n in node.body[has_docstring:] if not _is_for_checkers(n)]
-            node.body = [ast.Pass()] if not body or _is_protocol(node) else body
+            if isinstance(node, ast.ClassDef) and _is_interface(node):
+                body = [n for n in body if not _is_declaration(n)]
+            node.body = body or [ast.Pass()]
         if isinstance(node, ast.FunctionDef):
             node.returns = None
         if isinstance(node, ast.arg) and node.annotation is not None:
@@ -193,3 +191,19 @@ def strip(source: str) -> str:
     _drop_unused_types(tree)
     # Leading spaces are always nesting: `unparse` writes line breaks in strings as escapes.
     return re.sub(r"(?m)^ +", lambda spaces: spaces[0][::4], ast.unparse(tree))
+
+
+def _is_interface(node: ast.ClassDef) -> bool:
+    """Whether a class is a protocol for type checkers; `isinstance` reads decorated protocols."""
+    return not node.decorator_list and any(ast.unparse(base) == "Protocol" for base in node.bases)
+
+
+def _is_declaration(node: ast.stmt) -> bool:
+    """A field without a value, its description, or a method with a docstring as its whole body."""
+    if isinstance(node, ast.FunctionDef):
+        return len(node.body) == 1 and _is_text(node.body[0])
+    return _is_text(node) or (isinstance(node, ast.AnnAssign) and node.value is None)
+
+
+def _is_text(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
