@@ -197,14 +197,14 @@ class QuantPart:
     """
 
     rules: tuple[str, ...] = ("* fp16",)
+    # Sets the steps of all grids; 0: choose the constant with which the file fills the cap.
     constant: float = 0.0
-    """Sets the steps of all grids; 0: choose the constant with which the file fills the cap."""
+    # Text for the calibration: "train", or "self", which the model writes.
     calibration: str = "train"
-    """Text for the calibration: "train", or "self", which the model writes."""
     calibration_batches: int = 16
     calibration_batch_tokens: int = 65_536
+    # Batches with a backward pass, for what errors in the weights cost.
     fisher_batches: int = 4
-    """Batches with a backward pass, for what errors in the weights cost."""
     awq_groups: int = 1
     awq_group_columns: int = 64
     lqer_tensors: int = 0

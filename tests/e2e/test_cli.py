@@ -2,34 +2,21 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from tiny import TinyRun
 from underpar.cli import app
+from underpar.cli.options import PANELS
 from underpar.errors import UnderparError
-
-VERBS = [
-    "demo",
-    "recipe",
-    "data",
-    "train",
-    "pack",
-    "score",
-    "audit",
-    "compress",
-    "decompress",
-    "generate",
-    "report",
-    "bench",
-    "compare",
-    "size",
-    "doctor",
-]
 
 
 def run(*words: object) -> str:
@@ -54,11 +41,34 @@ def fails(*words: object) -> str:
     return process.stderr
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_help_teaches(verb: str) -> None:
-    text = run(verb, "--help")
-    assert "--help" in text
-    assert len(text.splitlines()) > 5
+def walk(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Each command with its words, as in ("data build", the command)."""
+    inner = getattr(command, "commands", None)
+    if inner is None:
+        yield " ".join(words), command
+    for name in inner or ():
+        yield from walk(inner[name], (*words, name))
+
+
+COMMANDS = dict(walk(typer.main.get_command(app)))
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_help_teaches(words: str) -> None:
+    help_text = COMMANDS[words].help
+    sentence, _, rest = help_text.partition("\n")
+    assert sentence.rstrip()[-1] in ".?:" and len(sentence) <= 100
+    assert re.search(rf"^underpar {words}\b", rest, re.MULTILINE), "an example"
+    for param in COMMANDS[words].params:
+        assert param.help, f"{param.name} has no help"
+    assert "--help" in run(*words.split(), "--help")
+
+
+def test_commands_stand_in_panels() -> None:
+    text = run("--help")
+    places = [text.index(panel) for panel in PANELS]
+    assert places == sorted(places)
+    assert "lab" in text[places[-1] :] and "train" in text[places[0] : places[1]]
 
 
 def test_help_does_not_wait_for_torch() -> None:

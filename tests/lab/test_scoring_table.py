@@ -1,6 +1,8 @@
 """The table of ways to score: rows and files, what is measured once, verdicts, refusals."""
 
+import inspect
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ from typer.testing import CliRunner
 
 from tiny import TinyRun
 from underpar.cli import app
+from underpar.cli.lab import lab_scoring_table
 from underpar.errors import UnderparError
 from underpar.lab.scoring_table import ROWS, Request, measure, to_markdown, verdict
 
@@ -113,6 +116,12 @@ def test_verdicts_may_be_left_to_another_run(tiny_run: TinyRun, tmp_path: Path) 
     assert probed == rows_of(tmp_path)
     assert [verdict(row) for row in probed] == ["passes", "fails: knows lengths"]
     assert [row["seconds"] for row in probed] == [row["seconds"] for row in left]
+
+
+def test_help_lists_the_rows() -> None:
+    text = inspect.getdoc(lab_scoring_table) or ""
+    listed = re.findall(r"^ *(\d+)  (.+)$", text, re.MULTILINE)
+    assert listed == [(str(i), row.title) for i, row in enumerate(ROWS)]
 
 
 @pytest.mark.parametrize("other", [{"artifact_sha256": "0" * 64}, {"documents": 4}])

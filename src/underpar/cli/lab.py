@@ -314,9 +314,27 @@ def lab_scoring_table(
     underpar lab scoring-table runs/mine/model.upar --data data --out table
     underpar lab scoring-table runs/mine/model.upar --data data --out table --rows 0 1 12
 
-    Each row is 'underpar score' with other options: plain, sliding windows, adapters, n-gram tilt.
-    The last column says whether later tokens or lengths change a price. OUT gets scoring.json and
-    scoring.md.
+    Each row is 'underpar score' with other options. The last column says whether later tokens or
+    lengths change a price. OUT gets scoring.json and scoring.md. Numbers of the rows:
+
+    \b
+     0  plain
+     1  sliding, stride 64
+     2  sliding, stride 512
+     3  sliding, stride 1024
+     4  sliding, stride 1536
+     5  sliding, stride 2048
+     6  flat, stride 64
+     7  flat, stride 512
+     8  flat, stride 1024
+     9  LoRA, published order
+    10  LoRA, published order + global
+    11  LoRA, stream, fresh keys
+    12  LoRA, stream
+    13  + global
+    14  + tilt
+    15  + hedge
+    16  + match and counts
     """
     from underpar.lab.scoring_table import Request, measure, to_markdown
 

@@ -75,10 +75,10 @@ class Runtime:
     device: torch.device
     rank: int = 0
     world: int = 1
+    # Whether training and adaptation are compiled.
     compiled: bool = False
-    """Whether training and adaptation are compiled."""
+    # Whether matrix products run in fp32 on a GPU too.
     full_precision: bool = False
-    """Whether matrix products run in fp32 on a GPU too."""
 
     @property
     def is_main(self) -> bool:

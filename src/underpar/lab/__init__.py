@@ -1,1 +1,1 @@
-"""Measuring: paired timings, statistics of scores, the table of benchmarks."""
+"""Measurements: benchmarks, statistics, ablations, tables, the forward pass of a recipe."""

@@ -1,4 +1,4 @@
-"""The table of benchmarks: name -> two variants of the same work, with a check that they agree."""
+"""The benchmarks: each has two variants of the same work and a check that they agree."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def attention(runtime: Runtime) -> Bench:
     cu = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=device)
     num, longest, chosen = int(lengths.sum()), int(lengths.max()), backend_of(device, dtype)
     q, k, v = (torch.randn(num, heads, 32, device=device, dtype=dtype) for heads in (4, 2, 2))
-    # Rounding of the outputs, which are means of values of unit variance.
+    # Tolerance for rounding: outputs are means of values of unit variance.
     tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-3
 
     def run(backend: str) -> torch.Tensor:
@@ -99,7 +99,7 @@ def attention(runtime: Runtime) -> Bench:
 
 def ngram(runtime: Runtime) -> Bench:
     """Proposals of the order-16 expert: the scan as it is written against the compiled one."""
-    # Zipf's law; the second half repeats the first.
+    # Tokens follow Zipf's law, and the second half repeats the first.
     tokens = np.tile(np.random.default_rng(0).zipf(1.3, 1 << 14) % 8192, 2)
     gate = Gate(min_count=1, min_confidence=0.8, prior=0.0)
 
@@ -131,18 +131,18 @@ BENCHES: dict[str, Callable[[Runtime], Bench]] = {
     "muon": muon,
     "ngram": ngram,
 }
-# These take a corpus file; without one, the embedded corpus.
+# These read a corpus file, by default the embedded corpus.
 DATA_BENCHES: dict[str, Callable[[Path | None], Bench]] = {"data": data, "data_cores": data_cores}
 
 
 def describe_benches() -> dict[str, str]:
-    """Every benchmark with its first line."""
+    """Name -> description of every benchmark."""
     table: dict[str, Callable[..., Bench]] = {**BENCHES, **DATA_BENCHES}
     return {name: (make.__doc__ or "").strip() for name, make in sorted(table.items())}
 
 
 def find_bench(name: str, runtime: Runtime, source: Path | None = None) -> Bench:
-    """A benchmark of the table, ready to run; `source` is a corpus for those on data."""
+    """A benchmark, ready to run; `source` is the corpus of a data benchmark."""
     if name in DATA_BENCHES:
         return DATA_BENCHES[name](source)
     if name not in BENCHES:

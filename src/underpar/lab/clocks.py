@@ -1,4 +1,4 @@
-"""State of the accelerator while a block is timed, by read-only nvidia-smi queries."""
+"""Clocks, power and throttling of the GPU while a block is timed, read by nvidia-smi."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from dataclasses import dataclass
 import torch
 
 _QUERY = "clocks.sm,clocks.mem,power.draw,temperature.gpu,clocks_throttle_reasons.active"
-# One reading of a power-limited clock swings by some percent; a block needs the mean of many.
+# Single readings of a power-limited clock vary by some percent, so a block needs many.
 _PERIOD_MILLISECONDS = 50
 _TIMEOUT_SECONDS = 30
 
 
 @dataclass(frozen=True)
 class ClockSample:
-    """Means over the readings inside one block, None where the accelerator reports no number.
+    """Means over the readings during one block; None if the GPU does not report the value.
 
-    throttle_flags is the union of the clocks event reasons seen (NVML bit mask).
+    `throttle_flags` is the union of all clock event reasons (NVML bit mask).
     """
 
     num_readings: int
@@ -31,12 +31,12 @@ class ClockSample:
 
 
 def start_clock_sample() -> Callable[[], ClockSample | None]:
-    """Start reading the current accelerator; the returned function stops and sums up.
+    """Start reading the current GPU; the returned function stops and gives the means.
 
-    It gives None if no accelerator is in use, without nvidia-smi, or if nothing was read.
+    It gives None without a GPU in use, without nvidia-smi, or without a single reading.
     """
     program = shutil.which("nvidia-smi")
-    # Only a process that already uses the accelerator has something to watch on it.
+    # A process that does not use the GPU has nothing to measure there.
     if program is None or not torch.cuda.is_initialized():
         return lambda: None
     uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
@@ -56,7 +56,7 @@ def start_clock_sample() -> Callable[[], ClockSample | None]:
 
 
 def parse_clock_sample(output: str) -> ClockSample | None:
-    """Sum up lines of the query's CSV; a line cut short by the stop is left out."""
+    """Means over the lines of the query's CSV, without a last line that is incomplete."""
     rows = [line.split(",") for line in output.splitlines(keepends=True) if line.endswith("\n")]
     rows = [row for row in rows if len(row) == 5]
     if not rows:

@@ -1,4 +1,4 @@
-"""Scores against scores: old runs, new runs, and how sure one can be of the difference."""
+"""Compare the scores of two sets of runs: the gain, its interval, its p values."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from underpar.core.run_folder import RunFolder
 from underpar.errors import BenchError
 from underpar.lab.stats import paired, seeds_needed, welch
 
-# The README's margin for a record, in nats a token (rules R14).
+# Parameter Golf accepts a record if it is better by this margin, in nats per token (rules R14).
 RECORD_MARGIN_NATS = 0.005
 LN_2 = 0.6931471805599453
 
 
 @dataclass(frozen=True)
 class Result:
-    """One run's score: bits per byte, the seed it was trained with, bytes a target."""
+    """The score of one run: bits per byte, seed of the training, bytes per target."""
 
     name: str
     bpb: float
@@ -28,7 +28,7 @@ class Result:
 
 
 def read_result(text: str, method: str) -> Result:
-    """A run folder, a score file, or a plain number of bits per byte."""
+    """The score in a run folder, in a score file, or given as a number of bits per byte."""
     try:
         return Result(text, float(text))
     except ValueError:
@@ -47,14 +47,14 @@ def read_result(text: str, method: str) -> Result:
 
 
 def compare(old: Sequence[Result], new: Sequence[Result]) -> dict[str, Any]:
-    """Welch's test always, the paired one where both sides have the same seeds; two margins."""
+    """Welch's test at margin 0 and at the record's margin; a paired test if the seeds match."""
     if len({r.data for r in (*old, *new) if r.data}) > 1:
         raise BenchError("these scores are of different held-out texts and do not compare")
     olds, news = [r.bpb for r in old], [r.bpb for r in new]
     tests = [welch(olds, news)]
     per_token = record_margin_bpb(new)
     if per_token is not None:
-        # The margin is read per token or, by some, per byte: both are shown.
+        # The rules leave open whether the margin is per token or per byte: test both.
         tests += [welch(olds, news, m) for m in (per_token, RECORD_MARGIN_NATS / LN_2)]
     pairs = pair_by_seed(old, new)
     if pairs:
@@ -71,7 +71,7 @@ def compare(old: Sequence[Result], new: Sequence[Result]) -> dict[str, Any]:
 
 
 def record_margin_bpb(new: Sequence[Result]) -> float | None:
-    """The record margin in bits per byte, read per token with the new runs' tokens."""
+    """The record's margin in bits per byte, for the tokens of the new runs."""
     widths = [r.bytes_per_target for r in new if r.bytes_per_target]
     return RECORD_MARGIN_NATS / LN_2 * len(widths) / sum(widths) if widths else None
 
@@ -79,7 +79,7 @@ def record_margin_bpb(new: Sequence[Result]) -> float | None:
 def pair_by_seed(
     old: Sequence[Result], new: Sequence[Result]
 ) -> tuple[list[float], list[float]] | None:
-    """Scores in seed order, if each seed stands once on both sides."""
+    """The scores of both sides in the order of seeds, if each seed is there once per side."""
     olds, news = ({r.seed: r.bpb for r in side} for side in (old, new))
     usable = None not in olds and set(olds) == set(news)
     if not usable or not len(olds) == len(old) == len(new) > 1:
@@ -94,7 +94,7 @@ def _plan(gain: float, sigma: float) -> int | None:
     try:
         return seeds_needed(gain, sigma)
     except BenchError:
-        # More seeds than anyone will run.
+        # The gain needs more seeds than `seeds_needed` searches.
         return None
 
 

@@ -1,4 +1,4 @@
-"""Benchmarks of preparing data: against SentencePiece alone, and on two cores against one."""
+"""Benchmarks of `data build`: against SentencePiece alone, and two processes against one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from underpar.data.transforms import open_transform
 from underpar.lab.bench import Bench
 
 TRANSFORM = "caseops_before"
-# Enough to fill the word table, short enough for a dozen rounds.
+# Large enough to fill the table of words, small enough for twelve rounds.
 SLICE_BYTES, CORES_SLICE_BYTES = 16_000_000, 48_000_000
 
 _VOCAB_SIZE, _SMALL_VOCAB_SIZE, _SMALL_BYTES = 8192, 2048, 5_000_000
@@ -68,7 +68,7 @@ def data_cores(source: Path | None) -> Bench:
 
 
 class _Workplace:
-    """A slice of a corpus as one .jsonl.xz file, a tokenizer for it, and a folder to build in."""
+    """A part of a corpus as one .jsonl.xz file, its tokenizer, and a folder for the result."""
 
     def __init__(self, source: Path | None, max_bytes: int) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="underpar-bench-")

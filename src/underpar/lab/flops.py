@@ -1,9 +1,9 @@
-"""Counts floating-point operations of tensor code, on any device; "meta" needs no arithmetic.
+"""Counts floating-point operations of tensor code, on any device; on "meta" nothing is computed.
 
-A product of matrices counts two for each multiply-add. Attention counts four for each channel of a
-query and each key that it sees, in a pack of full pieces. Any other operation with a floating-point
-result counts one for each element of its largest tensor: of the result where it is pointwise, of
-the input where it is a reduction. Moving numbers counts nothing.
+A matrix product counts two per multiply-add. Attention counts four per channel of a query and
+per key that the query sees, in a pack of full pieces. Any other operation with a floating-point
+result counts one per element of its largest tensor, which is the result of a pointwise operation
+and the input of a reduction. Moving numbers counts nothing.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# Products of matrices, with the place of the left factor among the arguments.
+# Matrix products -> index of the left factor among the arguments.
 MATMULS = {"mm": 0, "bmm": 0, "mv": 0, "dot": 0, "addmm": 1, "addmv": 1, "baddbmm": 1}
-# What only makes, copies, converts or looks up numbers; views are told by their schema.
+# Operations that only create, copy, convert or look up numbers. Views are known by their schema.
 MOVES = {
     "_to_copy",
     "_unsafe_view",
@@ -47,7 +47,7 @@ MOVES = {
 
 
 class FlopCounter(TorchDispatchMode):
-    """Adds up what runs inside its `with` block."""
+    """Counts the operations inside its `with` block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def count_flops(work: Callable[[], object]) -> int:
 
 
 def count_keys(num_tokens: int, max_len: int, window: int) -> int:
-    """Keys seen by all queries of a pack of pieces of `max_len`, each its own among them."""
+    """Pairs of a query and a key that it sees, in a pack of full pieces of `max_len` tokens."""
     reach = min(window + 1, max_len) if window else max_len
     keys_of_piece = reach * (reach + 1) // 2 + (max_len - reach) * reach
     return num_tokens * keys_of_piece // max_len
@@ -83,7 +83,7 @@ def _count(func: OpOverload, args: Sequence[Any], result: Any) -> int:
         return 4 * num_heads * head_dim * count_keys(num_tokens, max_len, window)
     if name in MATMULS:
         place = MATMULS[name]
-        # The sum with a first argument is one more an element.
+        # The operations with a summand ("addmm") count one more per element.
         return int(result.numel() * (2 * args[place].size(-1) + place))
     if name in MOVES or func.is_view or not _float_sizes(result):
         return 0

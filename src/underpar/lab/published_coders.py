@@ -1,9 +1,9 @@
-"""How public records store rounded matrices, to compare ours with: bytes that can be decoded again.
+"""How published records store rounded matrices, for a comparison with our coder.
 
-PR 1855 and PR 2014 split the symbols into seven groups, one a role, sort the rows of some so that
-neighbours are alike, transpose every matrix and hand each group to `lrzip -z -L 9`, whose back end
-is ZPAQ with its largest model. Steps and control tensors are compressed with brotli. Before them
-all symbols went through lzma.
+PR 1855 and PR 2014 split the symbols into seven groups by role, sort the rows of some groups so
+that similar rows are neighbors, transpose every matrix, and compress each group with
+`lrzip -z -L 9`, which is ZPAQ with its largest model. Steps and control tensors are compressed
+with brotli. Earlier records compressed all symbols with lzma. What is counted here can be decoded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from underpar.artifact.frequencies import normalize_counts
 from underpar.errors import BenchError
 from underpar.quant.schemes import QuantizedModel
 
-# In the order of the published file.
+# Groups in the order of the published file, with the names of their matrices.
 GROUPS = {
     "embedding": "embedding.weight",
     "key": "blocks.*.attn.k.weight",
@@ -40,9 +40,9 @@ GROUPS = {
     "other": "*",
 }
 SORTED = ("embedding", "query", "up")
-# Other tensors of at most so many weights pass through among the control tensors (PR 1394).
+# Other tensors with at most this many weights are stored as control tensors (PR 1394).
 SMALL_WEIGHTS = 65_536
-# Rows whose distances are found at a time.
+# Distances are computed for this many rows at a time.
 BLOCK_ROWS = 1024
 
 Codes = Mapping[str, np.ndarray]
@@ -51,7 +51,7 @@ Codes = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Compressor:
-    """A program: standard input to standard output, or from the file IN to the file OUT."""
+    """A program that compresses standard input, or the file IN into the file OUT."""
 
     name: str
     words: tuple[str, ...]
@@ -78,13 +78,13 @@ class Compressor:
 
 
 def find_compressor(path: Path | None = None) -> Compressor:
-    """The program at `path`, which reads standard input; else lrzip as published, else zpaq."""
+    """The program at `path`; without a path lrzip as published, or else zpaq."""
     if path is not None:
         if not (found := shutil.which(path)):
             raise BenchError(f"{path} is not a program; --zpaq names one that reads standard input")
         return Compressor(path.name, (found,))
     if found := shutil.which("lrzip"):
-        # One thread, so that the file does not depend on the machine.
+        # One thread: with more, the file would depend on the number of cores.
         words = (found, "-q", "-z", "-L", "9", "-p", "1", "-o", "OUT", "IN")
         return Compressor("lrzip -z -L 9", words)
     if found := shutil.which("zpaq"):
@@ -96,7 +96,7 @@ def find_compressor(path: Path | None = None) -> Compressor:
 
 
 def split(tensors: QuantizedModel) -> tuple[dict[str, np.ndarray], QuantizedModel]:
-    """Codes of the matrices whose symbols are coded by themselves, and all other tensors."""
+    """Codes of the matrices whose symbols are coded in groups, and all other tensors."""
     codes = {}
     for name, tensor in tensors.items():
         known = tensor.codes is not None and group_of(name) != "other"
@@ -118,7 +118,7 @@ def lzma_bytes(codes: Codes) -> int:
 
 @dataclass(frozen=True)
 class GroupBytes:
-    """Bytes of the symbols by groups, unsorted and sorted, and what it takes to undo the sort."""
+    """Bytes of all groups with unsorted and with sorted rows, and bytes that undo the sort."""
 
     unsorted_bytes: int
     sorted_bytes: int
@@ -130,7 +130,7 @@ class GroupBytes:
         return self.sorted_bytes + self.permutation_bytes < self.unsorted_bytes
 
     def parts(self) -> dict[str, int]:
-        """The smaller variant."""
+        """Bytes by part of the smaller variant."""
         if not self.sort_pays:
             return {"symbols": self.unsorted_bytes}
         return {"symbols": self.sorted_bytes, "permutations": self.permutation_bytes}
@@ -139,12 +139,12 @@ class GroupBytes:
 def per_group_bytes(
     codes: Codes, compress: Compressor, pool: Executor, device: torch.device
 ) -> GroupBytes:
-    """The published layout, with the row sort and without it; programs run side by side."""
+    """Bytes of the published layout with sorted and unsorted rows; programs run in parallel."""
     orders = {n: sort_rows(c, device) for n, c in codes.items() if group_of(n) in SORTED}
     plain, in_order = _checked_layout(codes, {}), _checked_layout(codes, orders)
     jobs = {(False, group): data for group, data in plain.items()}
     jobs |= {(True, group): data for group, data in in_order.items() if group in SORTED}
-    # The largest first: the last to finish sets the time.
+    # The largest job first, so that it is not the last one to finish.
     names = sorted(jobs, key=lambda job: -len(jobs[job]))
     lengths = pool.map(lambda job: len(compress(jobs[job])), names)
     sizes = dict(zip(names, lengths, strict=True))
@@ -158,13 +158,13 @@ def per_group_bytes(
 
 def _checked_layout(codes: Codes, orders: Mapping[str, np.ndarray]) -> dict[str, bytes]:
     streams = lay_out(codes, orders)
-    restored = restore(streams, orders, {name: own.shape for name, own in codes.items()})
-    assert all(np.array_equal(restored[name], own) for name, own in codes.items())
+    restored = restore(streams, orders, {name: matrix.shape for name, matrix in codes.items()})
+    assert all(np.array_equal(restored[name], matrix) for name, matrix in codes.items())
     return streams
 
 
 def lay_out(codes: Codes, orders: Mapping[str, np.ndarray]) -> dict[str, bytes]:
-    """Each group's matrices in layer order, rows in their order, column after column."""
+    """Bytes per group: matrices in the order of layers, each column by column."""
     streams: dict[str, bytes] = {}
     for group in GROUPS:
         names = [name for name in _in_layers(codes) if group_of(name) == group]
@@ -179,7 +179,7 @@ def restore(
     orders: Mapping[str, np.ndarray],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> dict[str, np.ndarray]:
-    """What `lay_out` was given, in int8."""
+    """The codes that `lay_out` got, in int8."""
     codes = {}
     taken = dict.fromkeys(streams, 0)
     for name in _in_layers(shapes):
@@ -194,7 +194,7 @@ def restore(
 
 @torch.no_grad()
 def sort_rows(codes: np.ndarray, device: torch.device) -> np.ndarray:
-    """Greedy order (R,): row 0, then always the unused row nearest in L1, the first of equals."""
+    """A greedy order of rows (R,): row 0 first, then always the nearest unused row in L1."""
     distances = _distances(torch.from_numpy(codes.astype(np.float32)).to(device))
     order = np.zeros(len(codes), dtype=np.int64)
     used = np.zeros(len(codes), dtype=np.float32)
@@ -210,7 +210,7 @@ def _distances(rows: torch.Tensor) -> np.ndarray:
     distances = torch.empty(len(rows), len(rows))
     for start in range(0, len(rows), BLOCK_ROWS):
         stop = start + BLOCK_ROWS
-        # What is left of the diagonal is known already.
+        # Distances to earlier rows are known: the matrix is symmetric.
         block = torch.cdist(rows[start:stop], rows[start:], p=1).cpu()
         distances[start:stop, start:] = block
         distances[start:, start:stop] = block.T
@@ -220,11 +220,11 @@ def _distances(rows: torch.Tensor) -> np.ndarray:
 def side_bytes(
     tensors: QuantizedModel, compress: Callable[[bytes], bytes] = squeeze
 ) -> dict[str, int]:
-    """Bytes of all but the symbols: steps, control tensors, corrections, and what names them."""
+    """Bytes of everything but the symbols: steps, control tensors, corrections, names."""
     codes, others = split(tensors)
-    own = [tensors[name] for name in codes]
-    steps = [a for t in own for a in (t.steps, t.columns) if a is not None]
-    factors = [f for t in own if (c := t.correction) for f in (c.left, c.right)]
+    matrices = [tensors[name] for name in codes]
+    steps = [a for t in matrices for a in (t.steps, t.columns) if a is not None]
+    factors = [f for t in matrices if (c := t.correction) for f in (c.left, c.right)]
     controls = _planes([t.steps for t in others.values()], "<u2")
     controls += b"".join(_as_bytes(t.codes) for t in others.values() if t.codes is not None)
     corrections = len(compress(_planes([f.steps for f in factors], "<u2"))) if factors else 0
@@ -238,14 +238,14 @@ def side_bytes(
 
 
 def _factor_bytes(codes: np.ndarray) -> int:
-    """Integers with the counts of their values: less than any byte compressor takes."""
+    """Bytes of integers coded with rANS, with the counts of their values."""
     symbols = codes.reshape(-1).astype(np.int64) - int(codes.min())
     freqs = normalize_counts(np.bincount(symbols))
     return len(encode(symbols, freqs)) + 2 * len(freqs)
 
 
 def shrink(data: bytes) -> bytes:
-    """Brotli at its best where it is installed, as published; else lzma."""
+    """Compress with brotli, as published, or with lzma if brotli is not installed."""
     try:
         import brotli
     except ImportError:
@@ -255,7 +255,7 @@ def shrink(data: bytes) -> bytes:
 
 
 def _in_layers(names: Iterable[str]) -> list[str]:
-    """Names that differ in a layer's number alone, in the order of layers."""
+    """Names sorted so that those which differ in the layer are in the order of layers."""
     return sorted(names, key=lambda name: (len(name), name))
 
 
@@ -265,7 +265,7 @@ def _as_bytes(codes: np.ndarray) -> bytes:
 
 
 def _planes(arrays: Sequence[np.ndarray], kind: str) -> bytes:
-    """Numbers with their bytes of equal weight together, high ones first: they repeat."""
+    """The bytes of numbers by significance: all high bytes first, because they repeat."""
     width = np.dtype(kind).itemsize
     views = [a.reshape(-1).view(kind) if a.itemsize == width else a.astype(kind) for a in arrays]
     flat = np.concatenate(views or [np.empty(0, kind)])

@@ -1,7 +1,7 @@
-"""Ways to round one trained model to a size, public and ours, and to count the bytes of each.
+"""The curves of `lab.quant_curves`: how each of them rounds a model, and counts its bytes.
 
-A curve of `lab.quant_curves` is a function from a model and a factor, by which all published steps
-are scaled, to a rounded model, and a function that counts that model's bytes by part.
+A curve has two functions. The first one rounds a model; it takes a factor that scales all
+published step widths. The second one counts the bytes of the rounded model by part.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ from underpar.quant.solve import Solver
 from underpar.stages.calibrate import Trained
 from underpar.train.validate import Validator
 
-# Bits, and widths in row deviations, of PR 2014.
+# Bits and step widths of PR 2014; widths are in standard deviations of a row.
 PUBLISHED = {"embedding": (7, 14.0), "attn": (6, 13.0), "mlp": (6, 11.5)}
-# Corrections as published (PR 1797), and ours.
+# Low-rank corrections as published (PR 1797), and ours.
 PLAIN_LQER = lqer.Settings(tensors=3, weighted=False)
 LQER = lqer.Settings(tensors=3)
 
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One model: its weights, what errors in them cost, and text to price them on."""
+    """One trained model, the costs of errors in its weights, and the text to price it on."""
 
     trained: Trained
     measured: Measured
     solver: Solver
     model: GPT
-    """Gets the weights that are priced."""
+    """Holds the weights that are being priced."""
     teacher: GPT
-    """Has the trained ones."""
+    """Holds the trained weights."""
     text: TrainingText
     tuning: tune.Settings
     validator: Validator
@@ -67,14 +67,17 @@ class Case:
 
     @property
     def matrices(self) -> dict[str, np.ndarray]:
-        """Weights whose inputs are calibrated."""
+        """The weights whose inputs were calibrated."""
         known = self.measured.calibration.hessians
         return {name: w for name, w in self.trained.weights.items() if name in known}
 
     def round(
         self, schemes: Mapping[str, Scheme], factor: float, constant: float = 1.0
     ) -> QuantizedModel:
-        """The matrices by `schemes`, all else by the recipe, in fp16 where that needs inputs."""
+        """The model with matrices rounded by `schemes`, the rest by the recipe's rules.
+
+        Schemes of the recipe that need a calibration are replaced by fp16.
+        """
         others = match_rules(list(self.trained.weights), self.trained.recipe.quant.rules)
         plain = {n: Scheme() if s.calibrated else widen(s, factor) for n, s in others.items()}
         rules = [f"{name} {scheme}" for name, scheme in {**plain, **schemes}.items()]
@@ -96,13 +99,13 @@ class Case:
         )
 
     def price(self, weights: Mapping[str, np.ndarray]) -> float:
-        """Bits per byte of the documents with these weights."""
+        """Bits per byte of the held-out documents with these weights."""
         load(self.model, weights)
         return self.validator.run(self.model, None).live_bpb
 
 
 def widen(scheme: Scheme, factor: float) -> Scheme:
-    """The scheme with its width in row deviations, if it has one, times a factor."""
+    """The scheme with its step width, if it has one, times a factor."""
     return replace(scheme, sigmas=round(scheme.sigmas * factor, 6))
 
 
@@ -130,15 +133,15 @@ def _round_published(case: Case, factor: float) -> QuantizedModel:
 
 
 def _round_grid(case: Case, factor: float, scheme: Scheme) -> QuantizedModel:
-    """Grids of the rate that the published steps have for Gaussian weights."""
+    """Grids with the rate that the published steps have for Gaussian weights."""
     matrices = case.matrices
     if scheme not in case.rate_curves:
         layout = Layout(columns=scheme.columns, num_states=scheme.states)
         layouts = dict.fromkeys(matrices, layout)
         case.rate_curves[scheme] = rate_curve(matrices, case.solver.sensitivity, layouts)
     rate_bits = sum(
-        matrices[name].size * float(gaussian_bits(own.sigmas / own.limit))
-        for name, own in _published_schemes(case, factor).items()
+        matrices[name].size * float(gaussian_bits(published.sigmas / published.limit))
+        for name, published in _published_schemes(case, factor).items()
     )
     constant = case.rate_curves[scheme].constant_for(rate_bits)
     return case.round(dict.fromkeys(matrices, scheme), factor, constant)
@@ -172,13 +175,13 @@ def _count_coder(case: Case, tensors: QuantizedModel) -> Count:
     codes, _ = split(tensors)
     symbols = sum(map(len, matrix_encoder.encode_many([*codes.values()])))
     parts = {"symbols": symbols, **side_bytes(tensors)}
-    # The length of each stream.
+    # Each stream is stored with its length.
     parts["framing"] += 4 * len(codes)
     return parts, "row and column widths"
 
 
 def _count_file(case: Case, tensors: QuantizedModel) -> Count:
-    """The artifact as it would be written, its recipe included, its tokenizer empty."""
+    """The bytes of the artifact that `pack` would write, with an empty tokenizer."""
     data = pack(Artifact(case.trained.recipe, b"", tensors))
     _, _, halves, indices, codes, corrections = LazyArtifact(data).section_bytes
     parts = {"symbols": codes, "steps": indices, "controls": halves, "corrections": corrections}
@@ -199,7 +202,7 @@ def _grid(what: str, name: str, make: Callable[[Case, float, Scheme], QuantizedM
     return Curve(what, lambda case, factor: make(case, factor, scheme), _count_file)
 
 
-# (b) first: its programs run while others are rounded.
+# (b) first: its compressors take longest, and run while the other curves are rounded.
 CURVES = {
     "b": Curve("int6/int7 + groups, lrzip/zpaq, LQER", _round_published, _count_groups),
     "a": Curve("int6/int7 + lzma", _round_fixed, _count_lzma),

@@ -1,7 +1,7 @@
-"""Curves of size against loss as a table and a plot, and how far one curve is from another.
+"""Curves of size against loss: a table, a plot, and how far one curve is from another.
 
-The gap to the unrounded weights falls by a factor with every byte a weight, as long as rounding
-errors are small: between two points, log2 of the gap is taken to be straight over bytes.
+If rounding errors are small, each additional byte per weight divides the gap to the unrounded
+weights by a constant. So between two points, log2 of the gap is interpolated linearly in bytes.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from underpar.errors import BenchError
 
 @dataclass(frozen=True)
 class Point:
-    """One model: how it was rounded, what it takes to store, what it costs."""
+    """One rounded model: its curve, its bytes, its loss."""
 
     curve: str
     factor: float
-    """Published widths of steps times this."""
+    """Factor on the published step widths."""
     parts: dict[str, int]
     """Bytes by part."""
     num_weights: int
     bpb: float
     gap_bpb: float
-    """Above the weights before rounding."""
+    """Bits per byte above the unrounded weights."""
     remark: str = ""
     round_seconds: float = 0.0
     count_seconds: float = 0.0
 
     @property
     def total_bytes(self) -> int:
-        """All parts."""
+        """Bytes of all parts."""
         return sum(self.parts.values())
 
     @property
     def bits_per_weight(self) -> float:
-        """All bytes over all weights."""
+        """Bits of all parts divided by the number of weights."""
         return 8 * self.total_bytes / self.num_weights
 
     def as_dict(self) -> dict[str, Any]:
@@ -51,24 +51,24 @@ class Point:
 
 
 def read_point(row: Mapping[str, Any]) -> Point:
-    """What `Point.as_dict` wrote."""
+    """The point that `Point.as_dict` wrote."""
     return Point(**{name: row[name] for name in Point.__dataclass_fields__})
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A curve against one point of another; None where the curve does not reach it."""
+    """A curve compared with one point of another; None if the curve does not reach it."""
 
     factor: float
-    """Which point."""
+    """The factor of the point."""
     bytes_ratio: float | None
-    """Bytes at the point's loss, over the point's bytes."""
+    """The curve's bytes at the point's loss, divided by the point's bytes."""
     gap_ratio: float | None
-    """Gap at the point's bytes, over the point's gap."""
+    """The curve's gap at the point's bytes, divided by the point's gap."""
 
 
 def compare(curve: Sequence[Point], base: Sequence[Point]) -> list[Comparison]:
-    """A curve against every point of `base`, by size; points without a gap are left out."""
+    """A curve compared with every point of `base`, by size; points without a gap are left out."""
     usable = [p for p in curve if p.gap_bpb > 0]
     sizes = [float(p.total_bytes) for p in usable]
     gaps = [math.log2(p.gap_bpb) for p in usable]
@@ -90,7 +90,7 @@ def compare(curve: Sequence[Point], base: Sequence[Point]) -> list[Comparison]:
 
 
 def interpolate(x: float, xs: Sequence[float], ys: Sequence[float]) -> float | None:
-    """y at x by straight lines between points, in any order; None beyond the outermost."""
+    """y at x, linear between points in any order; None outside of the points."""
     if not xs or not min(xs) <= x <= max(xs):
         return None
     order = np.argsort(xs)
@@ -98,14 +98,17 @@ def interpolate(x: float, xs: Sequence[float], ys: Sequence[float]) -> float | N
 
 
 def group_points(points: Sequence[Point]) -> dict[str, list[Point]]:
-    """Points by curve, curves by name, each from small to large."""
+    """Curve -> its points from small to large; curves sorted by name."""
     names = sorted({p.curve for p in points})
     by_size = sorted(points, key=lambda p: p.total_bytes)
     return {name: [p for p in by_size if p.curve == name] for name in names}
 
 
 def write_table(points: Sequence[Point], titles: Mapping[str, str], base: str, bpb: float) -> str:
-    """All points, and all curves against `base`, in Markdown; `bpb` is that of whole weights."""
+    """All points, and all curves compared with `base`, in Markdown.
+
+    `bpb` is that of the unrounded weights.
+    """
     curves = group_points(points)
     lines = [
         f"Before rounding: {bpb:.5f} BPB. Gaps are above it, in thousandths of a bit per byte.",
@@ -113,8 +116,8 @@ def write_table(points: Sequence[Point], titles: Mapping[str, str], base: str, b
         "| curve | what | steps x | bytes | bits a weight | BPB | gap | symbols | the rest |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for name, own in curves.items():
-        for p in own:
+    for name, curve in curves.items():
+        for p in curve:
             symbols = p.parts["symbols"]
             lines.append(
                 f"| {name} | {titles[name]} | {p.factor:g} | {p.total_bytes:,} | "
@@ -138,17 +141,17 @@ def _write_comparisons(
         (f"Gap at the bytes of ({base}), relative to it", "gap_ratio"),
     ):
         lines += [f"{title}:", "", f"| curve | what | {' | '.join(factors)} |", rules]
-        for name, own in curves.items():
-            ratios = {c.factor: getattr(c, key) for c in compare(own, curves[base])}
+        for name, curve in curves.items():
+            ratios = {c.factor: getattr(c, key) for c in compare(curve, curves[base])}
             cells = [ratios.get(p.factor) for p in curves[base]]
-            shown = " | ".join("-" if c is None else f"{c:.3f}" for c in cells)
-            lines.append(f"| {name} | {titles[name]} | {shown} |")
+            texts = " | ".join("-" if c is None else f"{c:.3f}" for c in cells)
+            lines.append(f"| {name} | {titles[name]} | {texts} |")
         lines.append("")
     return lines[:-1]
 
 
 def draw_plot(points: Sequence[Point], titles: Mapping[str, str]) -> str:
-    """The gap over bytes as an SVG, one line a curve."""
+    """The gap over bytes as an SVG, a line per curve."""
     try:
         from matplotlib.backends.backend_svg import FigureCanvasSVG
         from matplotlib.figure import Figure
@@ -156,10 +159,10 @@ def draw_plot(points: Sequence[Point], titles: Mapping[str, str]) -> str:
         raise BenchError("a plot needs the package matplotlib (pip install matplotlib)") from error
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
-    for name, own in group_points(points).items():
-        shown = [p for p in own if p.gap_bpb > 0]
-        sizes = [p.total_bytes / 1e6 for p in shown]
-        gaps = [1000 * p.gap_bpb for p in shown]
+    for name, curve in group_points(points).items():
+        drawn = [p for p in curve if p.gap_bpb > 0]
+        sizes = [p.total_bytes / 1e6 for p in drawn]
+        gaps = [1000 * p.gap_bpb for p in drawn]
         axes.plot(sizes, gaps, marker="o", label=f"({name}) {titles[name]}")
     axes.set_yscale("log", base=2)
     axes.set_xlabel("bytes, millions")

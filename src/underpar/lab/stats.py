@@ -20,16 +20,16 @@ Values = Sequence[float] | NDArray[np.float64]
 Statistic = Literal["mean", "median"]
 Design = Literal["welch", "pooled", "paired"]
 
-# A spread below this share of the largest value is float rounding, not variation.
+# A spread below this share of the largest value comes from rounding of floats.
 _ROUNDING = 1e-12
-# Squares and cubes of anything larger could leave the range of a float.
+# Squares and cubes of larger values could overflow.
 _LARGEST = 1e75
 _MOST_SEEDS = 1_000_000
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A confidence interval, in the unit of the values it was made from."""
+    """A confidence interval, in the unit of the values."""
 
     low: float
     high: float
@@ -43,7 +43,7 @@ class Interval:
 class GainTest:
     """A one-sided test of "the gain exceeds the margin", with the two-sided interval of the gain.
 
-    t is infinite where neither side varies; as_dict writes None for it.
+    t is infinite if neither side varies; as_dict then writes None.
     """
 
     test: str
@@ -84,7 +84,7 @@ def bootstrap_bca(
         return Interval(float(sample[0]), float(sample[0]))
     estimates = _resample(sample, statistic, resamples, seed)
     estimate = float(np.mean(sample) if statistic == "mean" else np.median(sample))
-    # Ties with the estimate, common for a median, count half on either side.
+    # Ties with the estimate, which are common for a median, count half on either side.
     below = np.mean(estimates < estimate) + 0.5 * np.mean(estimates == estimate)
     normal = NormalDist()
     bias = normal.inv_cdf(float(np.clip(below, 0.5 / resamples, 1 - 0.5 / resamples)))
@@ -93,7 +93,7 @@ def bootstrap_bca(
     for tail in ((1 - confidence) / 2, (1 + confidence) / 2):
         shift = bias + normal.inv_cdf(tail)
         stretch = 1 - acceleration * shift
-        # Past its pole the correction has run off the end of the bootstrap distribution.
+        # Beyond its pole, the correction points past the end of the bootstrap distribution.
         level = normal.cdf(bias + shift / stretch) if stretch > 0 else float(shift > 0)
         quantiles.append(float(np.quantile(estimates, level)))
     return Interval(quantiles[0], quantiles[1])
@@ -138,7 +138,7 @@ def welch(old: Values, new: Values, margin: float = 0.0, confidence: float = 0.9
     mean_new, variance_new = _moments(news, scale)
     error_old, error_new = variance_old / len(olds), variance_new / len(news)
     total = error_old + error_new
-    # Welch-Satterthwaite by shares: squares of tiny variances would underflow.
+    # Welch-Satterthwaite in shares of the total: squares of tiny variances would underflow.
     share = error_old / total if total > 0 else 0.5
     df = 1 / (share**2 / (len(olds) - 1) + (1 - share) ** 2 / (len(news) - 1))
     gain, error = mean_old - mean_new, math.sqrt(total)
@@ -294,7 +294,7 @@ def _resample(
 ) -> NDArray[np.float64]:
     rng = np.random.default_rng(seed)
     estimates = np.empty(resamples)
-    # Bounded slices keep a large sample from asking for resamples x values at once.
+    # Slices limit the memory for a large sample.
     step = max(1, 2_000_000 // len(sample))
     for start in range(0, resamples, step):
         rows = min(step, resamples - start)
@@ -316,7 +316,7 @@ def _acceleration(ordered: NDArray[np.float64], statistic: Statistic) -> float:
     largest = float(np.max(np.abs(pull)))
     if largest == 0:
         return 0.0
-    # The acceleration has no unit; without this scale the cubes of tiny values would underflow.
+    # Scaled to 1, which changes nothing: cubes of tiny values would underflow.
     pull /= largest
     return float(np.sum(pull**3) / (6 * np.sum(pull**2) ** 1.5))
 

@@ -1,20 +1,21 @@
-"""What may be said of the timed blocks of a bench, by rules fixed before it ran.
+"""The verdict on the timed blocks of a benchmark, by rules that were fixed before it ran.
 
-1. A quad is dropped if a block of it saw a thermal or hardware throttle flag, or if the mean SM
-   clock of its two halves differs by more than 1 %.
-2. Refused if fewer than half of the quads, or fewer than 4, of measurement or control are left.
-3. Refused as drifted if the control's 99 % Student interval misses -0.5 % .. +0.5 % altogether:
-   the harness then sees a difference between A and itself.
-4. Refused as unsteady if the control's sigma is over 0.5 % and its variance exceeds the
-   measurement's beyond the 0.1 % point of the F distribution: the two, interleaved, did not see
-   the same conditions.
-5. "faster" and "slower" need the 95 % bootstrap intervals of mean and median effect and the
-   Student interval all to exclude 0, and the mean effect to exceed the noise floor, which is the
-   far end of the control's bootstrap interval. All else is "no difference shown".
+1. A quad is dropped if one of its blocks has a thermal or hardware throttle flag, or if the mean
+   SM clocks of its two halves differ by more than 1 %.
+2. The result is refused if fewer than half of the quads, or fewer than 4, of the measurement or of
+   the control are left.
+3. It is refused as drifted if the control's 99 % Student interval lies outside of -0.5 % to
+   +0.5 %: A then seems to differ from itself.
+4. It is refused as unsteady if the control's sigma is over 0.5 % and its variance is larger than
+   the measurement's, beyond the 0.1 % point of the F distribution: the two series, although
+   interleaved, then ran under different conditions.
+5. "faster" and "slower" need three intervals that exclude 0 (95 % bootstrap intervals of mean and
+   median, Student interval) and a mean effect above the noise floor, which is the far end of the
+   control's bootstrap interval. Everything else is "no difference shown".
 
-With 12 quads of simulated Gaussian noise these rules claim a difference that is not there in 1 to
-2 % of runs and refuse 0.2 % of them; they show a difference of 1 mde 42 %, of 1.5 mde 83 % and of
-2 mde 98 % of the time.
+Simulated with 12 quads of Gaussian noise, these rules claim a difference that is not there in 1 to
+2 % of runs and refuse 0.2 % of runs. They show a difference of 1 mde in 42 %, of 1.5 mde in 83 %
+and of 2 mde in 98 % of runs (mde: minimum detectable effect).
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ CONTROL_TOLERANCE = 0.005
 CONTROL_F_LEVEL = 0.001
 SM_CLOCK_TOLERANCE = 0.01
 # Hardware slowdown, software and hardware thermal slowdown, power brake (NVML clocks event
-# reasons). The software power cap, 0x4, is recorded but drops nothing: an H200 under matrix
-# products runs at that cap all the time, and the clock rule sees what an uneven cap would do.
+# reasons). The software power cap, 0x4, is recorded but drops no quad: an H200 runs at that cap
+# during all matrix products, and an uneven effect of it shows in the clocks.
 THROTTLE_MASK = 0x8 | 0x20 | 0x40 | 0x80
 
 
@@ -56,7 +57,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Dropped:
-    """A quad that the rule took out, and why."""
+    """A quad that rule 1 dropped, and why."""
 
     series: Series
     quad: int
@@ -119,7 +120,7 @@ class Judgement:
         return _exponential(self._trusted().mean_interval)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON values; a refused run keeps its effects as evidence but shows no ratio."""
+        """Plain values for JSON; a refused run has its effects and no ratio."""
         plain = asdict(self)
         if self.verdict == "refused":
             names = ("measured", "ratio", "ratio_interval", "mean_ratio", "mean_ratio_interval")
@@ -136,7 +137,7 @@ class Judgement:
 
 
 def judge(blocks: Sequence[Block]) -> Judgement:
-    """Judge blocks given quad by quad, four in a row to each quad of either series."""
+    """Judge blocks in the order of quads: four in a row form a quad of one series."""
     assert len(blocks) % 4 == 0
     dropped: list[Dropped] = []
     effects: dict[Series, list[float]] = {"measured": [], "control": []}
@@ -176,7 +177,7 @@ def quad_effect(quad: Sequence[Block]) -> float:
 
 
 def reason_to_drop(quad: Sequence[Block]) -> str | None:
-    """Why rule 1 takes this quad out, or None; blocks without a reading cannot be faulted."""
+    """Why rule 1 drops this quad, or None; without readings a quad is never dropped."""
     flags = 0
     for block in quad:
         flags |= block.clocks.throttle_flags if block.clocks else 0

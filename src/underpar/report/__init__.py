@@ -1,1 +1,1 @@
-"""Run folders -> one page that needs no network."""
+"""Run folders -> one HTML page."""

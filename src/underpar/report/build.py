@@ -1,4 +1,4 @@
-"""Gathered runs -> one HTML file that opens from disk and needs nothing beside it."""
+"""Run folders -> one HTML file, which opens from disk and needs no other file."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from underpar.report.facts import RunReport, ScoreResult, Step
 from underpar.report.gather import gather
 from underpar.score.ledger import Entry
 
-# Points of a curve, strips under the pointer, dots: more would only make the file heavy.
+# Most points of a curve, places with a tooltip, dots: more would only make the file larger.
 MAX_POINTS, MAX_HOVERS, MAX_DOTS = 3000, 240, 1500
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A named stretch of time; the same name has the same color in every stage."""
+    """Seconds under a name; a name has the same color in every stage."""
 
     name: str
     seconds: float
@@ -32,14 +32,14 @@ class Phase:
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage by phase."""
+    """The seconds of one stage, by phase."""
 
     name: str
     phases: tuple[Phase, ...]
 
     @property
     def seconds(self) -> float:
-        """All phases together."""
+        """Seconds of all phases."""
         return sum(phase.seconds for phase in self.phases)
 
 
@@ -50,7 +50,7 @@ def build_report(folders: Sequence[RunFolder], out: Path) -> Path:
     if out.is_dir():
         raise RunError(f"{out} is a folder; give the name of a file, as in {out / 'report.html'}")
     runs = [gather(folder) for folder in folders]
-    # A lone surrogate, which JSON can smuggle in, has no UTF-8.
+    # Strings of JSON may contain lone surrogates, which UTF-8 cannot encode.
     write_atomic(out, render(runs).encode(errors="replace"))
     return out
 
@@ -80,7 +80,7 @@ def render(runs: Sequence[RunReport]) -> str:
 
 
 def draw(run: RunReport) -> dict[str, str]:
-    """The charts of one run; none where there is nothing to draw."""
+    """The charts of one run, by name; a chart without data is left out."""
     drawn: dict[str, str] = {}
     if run.steps:
         drawn |= {"loss": loss_chart(run.steps), "rate": rate_chart(run.steps)}
@@ -100,12 +100,12 @@ def draw(run: RunReport) -> dict[str, str]:
 
 
 def horizon_of(steps: Sequence[Step]) -> int:
-    """Logged steps that the smoothed curve looks back on."""
+    """How many logged steps the smoothed curve averages over."""
     return max(5, len(steps) // 100)
 
 
 def loss_chart(steps: Sequence[Step]) -> str:
-    """Raw loss behind its smoothed curve, over steps."""
+    """The loss over steps: raw in a faint line, smoothed in a bold one."""
     means = charts.smooth([s.loss for s in steps], horizon_of(steps))
     raw = [(float(s.step), s.loss) for s in steps]
     smoothed = [(x, mean) for (x, _), mean in zip(raw, means, strict=True)]
@@ -126,16 +126,16 @@ def loss_chart(steps: Sequence[Step]) -> str:
 
 
 def rate_chart(steps: Sequence[Step]) -> str:
-    """The learning rate's factor, over steps."""
+    """The factor of the learning rates over steps."""
     points = [(float(s.step), s.lr_scale) for s in charts.thin(steps, MAX_POINTS)]
-    # The floor is 0, not the least rate: the eye reads the area.
+    # The axis begins at 0, because the area below the curve is read.
     floor = Line([(points[0][0], 0.0)], color=5, faint=True)
     labels = Labels("step", "learning rate, share of its peak")
     return charts.line_chart([floor, Line(points, color=5)], labels, height=72)
 
 
 def overlay_chart(runs: Sequence[RunReport]) -> str:
-    """Smoothed loss of every run over the tokens it has seen; empty if none was trained."""
+    """Smoothed loss of every run over training tokens; empty without any training."""
     lines = []
     for color, run in enumerate(runs):
         means = charts.smooth([s.loss for s in run.steps], horizon_of(run.steps))
@@ -146,13 +146,13 @@ def overlay_chart(runs: Sequence[RunReport]) -> str:
 
 
 def byte_bar(kind: str, num_bytes: float, total_bytes: int) -> Bar:
-    """A class of bytes with its share of the total."""
+    """A class of bytes, with its share of the total."""
     text = f"{num_bytes:,.0f} bytes, {percent_text(num_bytes / max(total_bytes, 1))}"
     return Bar(kind, text, [Segment(num_bytes, f"{kind}: {text}")])
 
 
 def stage_bar(stage: Stage) -> Bar:
-    """A stage with its phases end to end."""
+    """A stage as a bar, its phases one after the other."""
     segments = [
         Segment(p.seconds, f"{stage.name}, {p.name}: {seconds_text(p.seconds)}", p.color)
         for p in stage.phases
@@ -161,7 +161,7 @@ def stage_bar(stage: Stage) -> Bar:
 
 
 def document_chart(scores: dict[str, ScoreResult]) -> str:
-    """Bits per byte of each document; every method keeps the order of the first."""
+    """Bits per byte of each document, sorted by the first method."""
     first = next(iter(scores.values()))
     entries = [e for e in first.score.entries if e.num_bytes and charts.can_plot(e.bits)]
     entries.sort(key=lambda e: e.bits / e.num_bytes)
@@ -183,7 +183,7 @@ def document_chart(scores: dict[str, ScoreResult]) -> str:
 
 
 def document_text(entry: Entry, method: str) -> str:
-    """What the pointer reads on a document."""
+    """The tooltip of a document."""
     return (
         f"document {entry.document:,}, {method}\n"
         f"{entry.num_bytes:,} bytes, {entry.bits:,.1f} bits\n"
@@ -192,7 +192,7 @@ def document_text(entry: Entry, method: str) -> str:
 
 
 def clock_of(run: RunReport) -> list[Stage]:
-    """Stages that have run, with their seconds."""
+    """The stages that have run, with their seconds."""
     times = {"train": [("train", run.steps[-1].seconds)]} if run.steps else {}
     for method, result in run.scores.items():
         times[f"score, {method}"] = list(result.score.seconds.items())
@@ -207,12 +207,12 @@ def clock_of(run: RunReport) -> list[Stage]:
 
 
 def number_text(value: float, num_decimals: int = 4) -> str:
-    """A number with its thousands apart; what no axis could hold (1e30, nan) as it is."""
+    """A number with thousands separators; huge ones and NaN in short form."""
     return f"{value:,.{num_decimals}f}" if charts.can_plot(value) else f"{value:.3g}"
 
 
 def bytes_text(value: float) -> str:
-    """Whole bytes with their unit."""
+    """A number of bytes with its unit."""
     return f"{number_text(value, 0)} bytes"
 
 
@@ -222,12 +222,12 @@ def percent_text(share: float) -> str:
 
 
 def change_text(ratio: float) -> str:
-    """How a size compares with the one it was divided by."""
+    """A ratio of sizes in words, as in "5.0 % smaller"."""
     return f"{percent_text(abs(ratio - 1))} {'smaller' if ratio < 1 else 'larger'}"
 
 
 def seconds_text(seconds: float) -> str:
-    """Milliseconds, seconds up to two minutes, then minutes, then hours."""
+    """A time in milliseconds, seconds, minutes or hours, whichever fits."""
     if 0 < seconds < 0.1:
         return f"{number_text(1000 * seconds, 1)} ms"
     if not 120 <= seconds < charts.LARGEST_VALUE:

@@ -1,7 +1,7 @@
-"""Small SVG charts as text. They need no script, take their colors from the page, and print.
+"""Small SVG charts as text. They need no script and take their colors from the page.
 
-Across, positions are shares of the width, so a chart fits any screen while its letters keep their
-size; down, they are pixels. Labels lie outside the frame: the page leaves them room.
+Horizontal positions are shares of the width, vertical ones are pixels: a chart fits any screen
+width, and its letters keep their size. Labels lie outside the frame, so the page needs a margin.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from xml.etree import ElementTree as ET
 import numpy as np
 
 Point = tuple[float, float]
-# Where along x, and the text shown there.
+# A position along x, and the tooltip there.
 Hover = tuple[float, str]
 T = TypeVar("T")
 
 NUM_COLORS = 6
-# More dots than this are drawn small.
+# With more dots than this, dots are drawn small.
 CROWD = 250
-# Values beyond this are left out: their ticks would be noise.
+# Larger values are left out, because they would leave no room for the others.
 LARGEST_VALUE = 1e15
-# Characters that XML does not allow, lone surrogates among them.
+# Characters that XML does not allow, including lone surrogates.
 FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 @dataclass(frozen=True)
 class Line:
-    """A curve; a faint one is noise behind a bold one, and its outliers do not set the scale."""
+    """A curve. A faint one lies behind the others, and its outliers do not change the scale."""
 
     points: Sequence[Point]
     color: int = 0
@@ -41,7 +41,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Dot:
-    """A point that says its name under the pointer."""
+    """A point with a tooltip."""
 
     x: float
     y: float
@@ -51,7 +51,7 @@ class Dot:
 
 @dataclass(frozen=True)
 class Mark:
-    """A labelled level across a chart."""
+    """A horizontal line with a label."""
 
     y: float
     label: str
@@ -59,7 +59,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Segment:
-    """A share of a bar."""
+    """A part of a bar, with a tooltip."""
 
     value: float
     title: str
@@ -68,7 +68,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Bar:
-    """A row: its label, its value in words, and segments that lie end to end."""
+    """A bar: its label, its value in words, and its segments from left to right."""
 
     label: str
     value_text: str
@@ -77,7 +77,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Labels:
-    """What the axes measure."""
+    """The labels of the axes."""
 
     x: str
     y: str
@@ -85,23 +85,23 @@ class Labels:
 
 @dataclass(frozen=True)
 class Scale:
-    """An interval of values laid over an axis."""
+    """The interval of values that an axis covers."""
 
     low: float
     high: float
 
     def share(self, value: float) -> float:
-        """Where `value` lies: 0 at the low end, 1 at the high one."""
+        """The position of `value`: 0 at the low end, 1 at the high end."""
         return (value - self.low) / (self.high - self.low)
 
 
 def can_plot(value: float) -> bool:
-    """Finite and of a size that has a place on an axis."""
+    """Whether a value is finite and not too large for an axis."""
     return math.isfinite(value) and abs(value) <= LARGEST_VALUE
 
 
 def scale_of(values: Sequence[float]) -> Scale:
-    """The interval of all values that can be plotted; never empty."""
+    """The interval of all values that can be plotted; its width is never 0."""
     kept = [v for v in values if can_plot(v)] or [0.0, 1.0]
     low, high = min(kept), max(kept)
     least = 1e-9 * max(1.0, abs(low), abs(high))
@@ -109,33 +109,33 @@ def scale_of(values: Sequence[float]) -> Scale:
 
 
 def widen(scale: Scale, height: int) -> Scale:
-    """The scale out to the whole ticks of a chart of this height."""
+    """The scale, extended to whole ticks of a chart of this height."""
     step = tick_step(scale, num_rows(height))
     low, high = math.floor(scale.low / step) * step, math.ceil(scale.high / step) * step
     return Scale(min(low, scale.low), max(high, scale.high))
 
 
 def tick_step(scale: Scale, num_ticks: int = 6) -> float:
-    """The least of 1, 2 or 5 times a power of ten with no more than `num_ticks` intervals."""
+    """The smallest step of 1, 2 or 5 times a power of ten with at most `num_ticks` intervals."""
     rough = (scale.high - scale.low) / num_ticks
     power = 10.0 ** math.floor(math.log10(rough))
     return next(m * power for m in (1, 2, 5, 10) if m * power >= rough * (1 - 1e-9))
 
 
 def nice_ticks(scale: Scale, num_ticks: int = 6) -> list[float]:
-    """Round values inside the scale, at most `num_ticks` + 1."""
+    """Round values within the scale, at most `num_ticks` + 1 of them."""
     step = tick_step(scale, num_ticks)
     first, last = math.ceil(scale.low / step - 1e-6), math.floor(scale.high / step + 1e-6)
     return [i * step for i in range(first, last + 1)]
 
 
 def num_rows(height: int) -> int:
-    """Intervals between grid lines that a chart of this height has room for."""
+    """How many intervals between grid lines fit into a chart of this height."""
     return max(2, height // 50)
 
 
 def tick_text(value: float, step: float) -> str:
-    """A tick in the digits its step needs, long ones in millions (M) or billions (G)."""
+    """The text of a tick, with the digits that its step needs; M and G for large numbers."""
     for unit, suffix in ((1e9, "G"), (1e6, "M")):
         if value and step >= unit / 10:
             return f"{value / unit:,.{_decimals(step / unit)}f}{suffix}"
@@ -147,14 +147,17 @@ def _decimals(step: float) -> int:
 
 
 def thin(items: Sequence[T], limit: int) -> list[T]:
-    """At most `limit` items, evenly spaced, both ends kept."""
+    """At most `limit` items, evenly spaced, with the first and the last one."""
     if len(items) <= limit:
         return list(items)
     return [items[i] for i in np.linspace(0, len(items) - 1, limit).astype(int)]
 
 
 def smooth(values: Sequence[float], horizon: float) -> list[float]:
-    """Exponential mean over about `horizon` values, free of start-up bias; gaps stay gaps."""
+    """Exponential mean over about `horizon` values, without bias at the start.
+
+    Values that cannot be plotted give NaN and do not change the mean.
+    """
     keep = 1 - 1 / max(horizon, 1.0)
     total = weight = 0.0
     means = []
@@ -170,11 +173,11 @@ def smooth(values: Sequence[float], horizon: float) -> list[float]:
 def line_chart(
     lines: Sequence[Line], labels: Labels, hovers: Sequence[Hover] = (), height: int = 260
 ) -> str:
-    """Curves over a common x, with what the pointer reads along it."""
+    """Curves over a common x, with tooltips along x."""
     x_scale = scale_of([x for line in lines for x, _ in line.points])
     y_scale = widen(scale_of([y for line in lines for y in _levels(line)]), height)
     chart = _frame(x_scale, y_scale, labels, height)
-    # A view of its own, stretched to the width: outliers are cut at its edge.
+    # An inner view, stretched to the width of the chart. It clips outliers at its edge.
     view = _add(chart, "svg", viewBox=f"0 0 1000 {height}", preserveAspectRatio="none")
     view.attrib |= {"width": "100%", "height": str(height)}
     for line in sorted(lines, key=lambda line: not line.faint):
@@ -201,7 +204,7 @@ def _unbroken(points: Sequence[Point]) -> Iterator[list[Point]]:
         if can_plot(x) and can_plot(y):
             run.append((x, y))
         elif run:
-            # Twice the same point is a dot; once is nothing.
+            # A line of a single point is not drawn, a line from a point to itself is a dot.
             yield run if len(run) > 1 else run * 2
             run = []
 
@@ -218,7 +221,7 @@ def _add_hovers(chart: ET.Element, scale: Scale, hovers: Sequence[Hover], height
 def dot_plot(
     dots: Sequence[Dot], labels: Labels, marks: Sequence[Mark] = (), height: int = 260
 ) -> str:
-    """Named dots, with levels marked across."""
+    """Dots with tooltips, and horizontal marks."""
     kept = [dot for dot in dots if can_plot(dot.x) and can_plot(dot.y)]
     levels = [mark for mark in marks if can_plot(mark.y)]
     crowded = len(kept) > CROWD
@@ -228,7 +231,7 @@ def dot_plot(
     chart = _frame(x_scale, y_scale, labels, height)
     for dot in kept:
         place = {"cx": _percent(x_scale.share(dot.x)), "cy": _pixels(dot.y, y_scale, height)}
-        # A ring around a dot: a second series stays visible where it agrees with the first.
+        # Later series are rings, so that both stay visible if they agree.
         kind, radius = ("ring", "4.5") if dot.color and not crowded else ("dot", dot_radius)
         circle = _add(chart, "circle", class_=f"{kind} c{dot.color % NUM_COLORS}", r=radius)
         circle.attrib |= place
@@ -237,14 +240,14 @@ def dot_plot(
     for mark in sorted(levels, key=lambda mark: mark.y):
         y = _pixels(mark.y, y_scale, height)
         _add(chart, "line", class_="mark", x1="0", x2="100%", y1=y, y2=y)
-        # Labels of close levels step aside upwards.
+        # The labels of close marks move upwards, so that they do not overlap.
         free = min(float(y) - 6, free - 15)
         _add(chart, "text", mark.label, class_="mark-label", x="6", y=f"{free:.1f}")
     return _text(chart)
 
 
 def bar_chart(bars: Sequence[Bar], maximum: float = 0.0) -> str:
-    """Rows of bars on one scale from 0 to the longest, or to `maximum` where that is more."""
+    """Bars below each other on one scale, from 0 to the longest bar or to `maximum`."""
     row_height = 40
     totals = [sum(max(s.value, 0) for s in bar.segments if can_plot(s.value)) for bar in bars]
     longest = max([*totals, maximum]) or 1.0
@@ -281,7 +284,7 @@ def _frame(x_scale: Scale, y_scale: Scale, labels: Labels, height: int) -> ET.El
 
 
 def _add(parent: ET.Element, tag: str, text: str = "", **attributes: str) -> ET.Element:
-    # `class` is a word of Python's own.
+    # `class` is a keyword of Python, so callers write `class_`.
     child = ET.SubElement(parent, tag, {k.rstrip("_"): v for k, v in attributes.items()})
     if text:
         child.text = FORBIDDEN.sub("\ufffd", text)

@@ -1,4 +1,4 @@
-"""What the page says of a run, as plain values, and the arithmetic against xz."""
+"""The values of a run that the page shows, and the comparison with xz."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Step:
 
 @dataclass(frozen=True)
 class TensorSize:
-    """What one tensor takes in the artifact."""
+    """The size of one tensor in the artifact."""
 
     name: str
     shape: str
@@ -35,7 +35,7 @@ class TensorSize:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Where the bytes go, the largest first."""
+    """Bytes of the artifact by class and by tensor, the largest first."""
 
     total_bytes: int
     cap_bytes: int
@@ -47,7 +47,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The model against `xz -9` over the same text, each without the bytes of its program."""
+    """The model and `xz -9` on the same text; the bytes of both programs are left out."""
 
     text_bytes: int
     bits: float
@@ -61,19 +61,22 @@ class Comparison:
 
     @property
     def bpb(self) -> float:
-        """Bits per byte of the model, its own bytes left out."""
+        """Bits per byte of the model, without the bytes of the artifact."""
         return self.bits / self.text_bytes
 
     @property
     def packed_bpb(self) -> float:
-        """Bits per byte with the artifact's own bytes added."""
+        """Bits per byte of the model, with the bytes of the artifact added."""
         return (self.bits + 8 * self.artifact_bytes) / self.text_bytes
 
     @property
     def break_even_bytes(self) -> int | None:
-        """Least text from which artifact and compressed text beat xz, if both rates hold."""
+        """Bytes of text from which artifact plus compressed text are smaller than xz's file.
+
+        Both rates are taken as constant. None if the model does not compress better than xz.
+        """
         saved_bits = 8 * self.xz_bytes - self.bits
-        # Also false where the bits are not a number.
+        # The comparison is also false for NaN.
         if not 0 < saved_bits < math.inf:
             return None
         return math.floor(8 * self.artifact_bytes * self.text_bytes / Fraction(saved_bits)) + 1
@@ -81,7 +84,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class ScoreResult:
-    """One scoring method. Totals are summed from the ledger; the file's own are not read."""
+    """The score of one method. Totals are sums of the ledger, not the totals in the file."""
 
     score: Score
     comparison: Comparison
@@ -116,7 +119,7 @@ class AuditResult:
 
 @dataclass(frozen=True)
 class RunReport:
-    """Everything the page says of one run; None or empty where a stage has not run."""
+    """All values of one run; None or empty if the stage has not run."""
 
     name: str
     path: str
@@ -130,7 +133,7 @@ class RunReport:
     artifact_sha256: str | None
 
     def facts(self) -> Pairs:
-        """What run.json says, then the identities that the results name."""
+        """The content of run.json, then the artifacts, data and devices that the results name."""
         rows = [("folder", self.path), *self.about]
         if self.artifact_sha256:
             rows.append(("artifact sha256", self.artifact_sha256))
@@ -143,10 +146,10 @@ class RunReport:
         return tuple(rows)
 
     def stale_files(self) -> list[str]:
-        """Results that belong to another artifact than the one in the folder."""
+        """Names of result files that belong to another artifact than the folder's."""
         claims = {f"score-{m}.json": s.artifact_sha256 for m, s in self.scores.items()}
         if self.audit:
             claims["audit.json"] = self.audit.artifact_sha256
-        # Without the artifact at hand, results can still be held against each other.
-        own = self.artifact_sha256 or next(iter(claims.values()), None)
-        return [name for name, identity in claims.items() if identity != own]
+        # Without an artifact in the folder, the results must at least agree with each other.
+        expected = self.artifact_sha256 or next(iter(claims.values()), None)
+        return [name for name, identity in claims.items() if identity != expected]

@@ -1,4 +1,4 @@
-"""Values of a JSON object, checked as they are taken."""
+"""Values of a JSON object, checked when they are read."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 
 from underpar.errors import RunError
 
-# A larger count is damage; up to here, floats hold counts exactly.
+# Floats are exact for integers up to here; a larger count means a damaged file.
 LARGEST_COUNT = 2**53
 
 
 @dataclass(frozen=True)
 class Fields:
-    """A JSON object with the file it came from, so that a wrong value is refused by name."""
+    """A JSON object and its file; an error about a value names both."""
 
     file: Path
     values: dict[str, Any]
 
     def number(self, key: str) -> float:
-        """A number; NaN and infinities are numbers."""
+        """A number; NaN and infinity are allowed."""
         value = self._get(key, (int, float), "a number")
         try:
             return float(value)
@@ -28,7 +28,7 @@ class Fields:
             raise self._wrong(key, "a number that fits 64 bits") from error
 
     def count(self, key: str) -> int:
-        """A whole number from 0 up."""
+        """A whole number, 0 or more."""
         value: int = self._get(key, (int,), "a whole number")
         if not 0 <= value <= LARGEST_COUNT:
             raise self._wrong(key, f"a whole number from 0 to {LARGEST_COUNT}")
@@ -43,7 +43,7 @@ class Fields:
         return Fields(self.file, self._get(key, (dict,), "an object"))
 
     def numbers(self, key: str) -> dict[str, float]:
-        """An object that holds numbers alone."""
+        """An object of which all values are numbers."""
         table = self.table(key)
         return {name: table.number(name) for name in table.values}
 

@@ -1,4 +1,4 @@
-"""Run folder -> plain values for the page. Reads files only, and checks what it reads."""
+"""Run folder -> plain values for the page. Reads only files, and checks every value."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EVIDENCE_CHARACTERS = 300
 
 
 def gather(folder: RunFolder) -> RunReport:
-    """Read what the stages have left in `folder` so far."""
+    """Read the files that stages have written into `folder` so far."""
     if not any(f.exists() for f in (folder.recipe_file, folder.about_file, folder.artifact_file)):
         raise RunError(f"{folder.path} is not a run folder; give the --out of 'underpar train'")
     try:
@@ -75,7 +75,7 @@ def _read(folder: RunFolder, path: Path) -> Fields | None:
 
 
 def _recipe(path: Path) -> tuple[tuple[str, Pairs], ...]:
-    # The file is shown as it lies there; resolving it again could follow names out of the folder.
+    # The file is shown as it is: resolving its base could read files outside the folder.
     if not path.exists():
         return ()
     try:
@@ -95,7 +95,7 @@ def _sections(prefix: str, table: dict[str, Any]) -> Iterator[tuple[str, Pairs]]
 
 
 def show(value: Any) -> str:
-    """A JSON or TOML value as people write it: bare strings, list items on lines of their own."""
+    """A JSON or TOML value for people: strings without quotes, a line per string of a list."""
     if isinstance(value, str):
         return value
     if isinstance(value, list):
@@ -105,7 +105,7 @@ def show(value: Any) -> str:
 
 
 def flatten(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Nested objects as dotted names and texts, thousands apart."""
+    """Nested objects as dotted names and texts; numbers have thousands separators."""
     for key, value in table.items():
         if isinstance(value, dict):
             yield from flatten(value, f"{prefix}{key}.")
@@ -168,7 +168,7 @@ def _scores(folder: RunFolder) -> dict[str, ScoreResult]:
         if folder.score_file(result.score.method) != path:
             raise RunError(f"{path} holds method {result.score.method!r}; score again")
         found[result.score.method] = result
-    # Plain first: it is the score that everything else is held against.
+    # The plain score first: the others are compared with it.
     return dict(sorted(found.items(), key=lambda item: (item[0] != "plain", item[0])))
 
 

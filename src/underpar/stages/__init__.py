@@ -1,1 +1,1 @@
-"""One file per verb: a whole stage, from files to files."""
+"""One file per verb: a whole stage, from files to files. The command line only calls these."""

@@ -1,4 +1,4 @@
-"""What this machine can do: versions, devices, attention, optional packages, two speeds."""
+"""What this machine can do: versions, device, attention backends, two speeds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OPTIONAL = {
 
 
 def diagnose(runtime: Runtime) -> dict[str, Any]:
-    """Everything as plain values."""
+    """All facts as plain values for JSON."""
     device = runtime.device
     return {
         **versions("python"),
@@ -58,7 +58,7 @@ def matmul_speed(runtime: Runtime) -> float:
 
 
 def copy_speed(runtime: Runtime) -> float:
-    """GB/s read and written by a copy on the device."""
+    """GB/s, read plus written, of a copy on the device."""
     size = 1 << (30 if runtime.device.type == "cuda" else 26)
     a = torch.zeros(size // 4, device=runtime.device)
     b = torch.empty_like(a)
