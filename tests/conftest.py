@@ -2,10 +2,16 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+# Before torch loads OpenMP. By default idle threads spin; with more workers than cores the codec
+# tests (two threads each) then take up to 30 times as long.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import torch
 
 from tiny import TinyRun

@@ -269,7 +269,7 @@ def test_bad_inputs_leave_an_old_folder_alone(docs: Path, folder: Path, tmp_path
         build_data([tmp_path / "gone.jsonl"], folder, OPTIONS)
     with pytest.raises(DataError, match="too small for vocab_size 60000"):
         build_data([docs], folder, replace(OPTIONS, vocab_size=60_000))
-    with pytest.raises(DataError, match=r"docs\.jsonl: given 2 times"):
+    with pytest.raises(DataError, match=r"docs\.jsonl: named 2 times"):
         build_data([docs, docs], folder, OPTIONS)
     assert contents(folder) == before
 
@@ -336,7 +336,7 @@ def test_a_held_out_document_among_the_training_files_is_refused(
     message = refusal([docs], tmp_path / "out", replace(options, holdout=[val]))
     assert message == (
         f"{docs}: 1 training documents are also held out (the last one SHA-256 {digest}...), "
-        "at most 0 may be; take them out of one side"
+        "at most 0 may be; remove them from one split"
     )
     assert list(contents(tmp_path / "out")) == ["tokenizer.model"]
 

@@ -145,7 +145,7 @@ def test_a_document_over_the_limit_is_refused(
 
 def test_a_file_given_twice_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt", b"words")
-    with pytest.raises(DataError, match=r"a\.txt: given 2 times, name it once"):
+    with pytest.raises(DataError, match=r"a\.txt: named 2 times, name it once"):
         read(tmp_path, path)
 
 

@@ -335,7 +335,7 @@ def test_natural_copies_are_counted_and_more_are_refused(tmp_path: Path) -> None
     digest = document_hash(val[7]).hex()[:16]
     assert refusal(folder, folder / "out", options) == (
         f"{folder}/fineweb_train_000000.bin: 3 training documents are also held out (the last one "
-        f"SHA-256 {digest}...), at most 2 may be; take them out of one side"
+        f"SHA-256 {digest}...), at most 2 may be; remove them from one split"
     )
 
 

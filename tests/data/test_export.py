@@ -111,8 +111,8 @@ def test_one_document_of_any_size(tmp_path: Path, num_tokens: int) -> None:
     [
         ([1, 300], [0, 1], "document 1: token 1 is 300, expected 0 to 299"),
         ([1, 5, -1], [0, 1, 1], "document 1: token 2 is -1, expected 0 to 299"),
-        ([5], [0], r"document 1: BOS \(1\) must stand at its start"),
-        ([1, 5, 1], [0, 1, 0], r"document 1: BOS \(1\) must stand at its start and nowhere else"),
+        ([5], [0], r"document 1: BOS \(1\) must be its first token"),
+        ([1, 5, 1], [0, 1, 0], r"document 1: BOS \(1\) must be its first token and no other"),
         ([1, 5, 3], [0, 1, 1], "document 1: token 2 is UNK"),
         ([1, 2], [0, 0], "document 1: token 1 is EOS"),
         ([], [], r"document 1: tokens are float64 of shape \(0,\)"),

@@ -167,7 +167,7 @@ def test_byte_counts_that_the_tokens_do_not_have_are_refused(folder: Path, split
     load_data(folder)
     rewrite_split(folder, split, add_bytes(1))
     assert refusal(folder) == (
-        f"{folder}/{split}.shard: 1 documents do not have the bytes their tokens stand for, "
+        f"{folder}/{split}.shard: 1 documents have another length than their tokens, "
         "manifest.json says 0; document 3 is the first"
     )
     # A manifest that allows for it must still show where the bytes come from.

@@ -149,7 +149,7 @@ def test_shared_documents_are_counted_up_to_the_limit(
         write_folder(tmp_path / "three", val, [val[3], val[3], val[7]], max_shared=2)
     assert str(caught.value) == (
         f"train.txt: 3 training documents are also held out (the last one SHA-256 {digest}...), "
-        "at most 2 may be; take them out of one side"
+        "at most 2 may be; remove them from one split"
     )
     assert list(contents(tmp_path / "three")) == ["tokenizer.model"]
 

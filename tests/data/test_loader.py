@@ -119,7 +119,7 @@ def test_any_number_of_ranks_sees_the_same_global_batch(
 
 
 def test_ranks_that_do_not_divide_the_step_are_refused() -> None:
-    with pytest.raises(RecipeError, match="8 micro-batches a step cannot be shared by 3 ranks"):
+    with pytest.raises(RecipeError, match="8 micro-batches per step cannot be shared by 3 ranks"):
         micros_of_rank(8, 0, 3)
 
 

@@ -186,7 +186,7 @@ def test_different_tokenizers_are_refused(root: Path, tmp_path: Path) -> None:
     (tmp_path / "bytes.json").write_bytes(byte260.CONTENT)
     by_bytes = BuildOptions(None, HOLDOUT, tokenizer=tmp_path / "bytes.json")
     write_part(pairs(root / "b.jsonl"), tmp_path / "b", by_bytes)
-    with pytest.raises(DataError, match=r"b: tokenizer is .*; merge folders of one tokenizer"):
+    with pytest.raises(DataError, match=r"b: tokenizer is .*; merge folders with one tokenizer"):
         merge_folders([root / "a", tmp_path / "b"], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -203,7 +203,7 @@ def test_different_split_rules_are_refused(root: Path, tmp_path: Path) -> None:
     by_file = replace(options(root), holdout=[root / "a.jsonl"])
     build_data([root / "c.jsonl"], tmp_path / "c", by_file)
     for name in "bc":
-        with pytest.raises(DataError, match=f"{name}: split is .*; merge folders of one split"):
+        with pytest.raises(DataError, match=f"{name}: split is .*; merge folders with one split"):
             merge_folders([root / "a", tmp_path / name], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -227,9 +227,9 @@ def test_an_input_in_two_folders_is_refused(root: Path, tmp_path: Path) -> None:
 
 def test_folders_are_named_once_and_not_written_to(root: Path, tmp_path: Path) -> None:
     before = files(root / "a")
-    with pytest.raises(DataError, match="a is given twice"):
+    with pytest.raises(DataError, match="a is named twice"):
         merge_folders([root / "a", root / "b", root / "b" / ".." / "a"], tmp_path / "out")
-    with pytest.raises(DataError, match="a is both merged and written to"):
+    with pytest.raises(DataError, match="a is an input and the output"):
         merge_folders([root / "a", root / "b"], root / "a")
     with pytest.raises(DataError, match="no data folders to merge"):
         merge_folders([], tmp_path / "out")
@@ -274,7 +274,7 @@ def test_a_manifest_that_is_none_is_refused(
 
 
 def test_texts_of_a_source_come_in_one_run(root: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="one: its texts come in two runs"):
+    with pytest.raises(DataError, match="one: its texts are not consecutive"):
         write_part([("one", "a"), ("two", "b"), ("one", "c")], tmp_path / "out", options(root))
     assert sorted(files(tmp_path / "out")) == ["tokenizer.model"]
 

@@ -253,7 +253,7 @@ def test_a_transform_must_fit_the_model(trained_for: str, opened_for: str, messa
 
 def test_bytes_take_no_transform() -> None:
     assert isinstance(open_tokenizer(CONTENT), ByteTokenizer)
-    with pytest.raises(DataError, match="'caseops' does not go with bytes"):
+    with pytest.raises(DataError, match="'caseops' does not work with bytes"):
         open_tokenizer(CONTENT, "caseops")
 
 

@@ -243,7 +243,7 @@ def test_import_refuses_in_one_line(tmp_path: Path, fails: Fails) -> None:
         tokenizer,
     )
     assert "looks like a partial validation set" in fails(*words, "--known", "byte260")
-    assert "transform 'caseops' does not go with bytes" in fails(*words, "--transform", "caseops")
+    assert "transform 'caseops' does not work with bytes" in fails(*words, "--transform", "caseops")
     assert not (tmp_path / "out" / "manifest.json").exists()
     write_set(tmp_path / "set", ["held out"], ["held out"])
     assert "1 training documents are also held out" in fails(*words)

@@ -1,4 +1,4 @@
-"""Build a data folder: train or take a tokenizer, split by document, write the shards."""
+"""Build a data folder: train or open a tokenizer, split by document, write the shards."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -30,15 +30,15 @@ BY_HASH = "val if the first 8 bytes of sha256(text), big-endian, are < fraction 
 BY_FILE = "val if in an input marked val: the corpus's published split"
 
 Progress = Callable[[str, int], None]
-# A fraction of documents chosen by hash, or the files that hold the held-out documents.
+# The share of documents held out by hash, or the files with the held-out documents.
 Holdout = float | Sequence[Path]
-# Split, hash and document.
+# (split, SHA-256 of the text, document)
 Labelled = tuple[str, bytes, Document]
 
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """How text becomes tokens. `vocab_size` may be None where a tokenizer file is given."""
+    """How text becomes tokens. `vocab_size` may be None if a tokenizer file is given."""
 
     vocab_size: int | None
     holdout: Holdout = 0.1
@@ -60,17 +60,17 @@ class BuildOptions:
 
     @property
     def fraction(self) -> float | None:
-        """Share held out by hash; None where files decide."""
+        """Share held out by hash; None if the files decide."""
         return self.holdout if isinstance(self.holdout, float) else None
 
 
 def build_data(
     inputs: Sequence[Path], out: Path, options: BuildOptions, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Build the data folder `out` and return its manifest; same inputs, same bytes.
+    """Build the data folder `out` and return its manifest; equal inputs give equal bytes.
 
-    A tokenizer is trained on training documents alone. `progress` is called with the stage
-    ("tokenizer", "encode") and the documents done.
+    Only training documents train the tokenizer. `progress` is called with the stage ("tokenizer" or
+    "encode") and the number of documents done.
     """
     report = progress or (lambda stage, num_documents: None)
     sources = _describe_inputs(inputs, options)
@@ -79,7 +79,7 @@ def build_data(
     _check_vocab_size(tokenizer, options)
     plan = Plan(content, options.transform, options.reading, options.fraction)
     tally = Tally()
-    # By hash, equal documents fall on the same side; only files can put one on both.
+    # Equal documents have equal hashes and thus one split. Only files can put a text on both sides.
     with FolderWriter(out, tokenizer, max_shared=None if options.fraction else 0) as writer:
         jobs = _jobs(sources, options.reading.field)
         for (batch, _), prepared in prepare_all(plan, jobs, options.workers):
@@ -105,7 +105,7 @@ def build_data(
 def _describe_inputs(inputs: Sequence[Path], options: BuildOptions) -> list[dict[str, Any]]:
     groups = {"train": inputs}
     if not isinstance(options.holdout, float):
-        # Validation first: training documents are then checked against it as they come.
+        # Validation first, so that each training document can be checked against it.
         groups = {"val": options.holdout, "train": inputs}
     return [
         {
@@ -123,7 +123,7 @@ def _describe_inputs(inputs: Sequence[Path], options: BuildOptions) -> list[dict
 def labelled_documents(
     sources: Sequence[dict[str, Any]], fraction: float | None, reading: Reading
 ) -> Iterator[Labelled]:
-    """(split, hash, document) of every document of a manifest's inputs, by its split rule."""
+    """(split, hash, document) of every document in `sources`, the inputs of a manifest."""
     for source in sources:
         for document in read_documents([Path(source["path"])], reading):
             digest = document_hash(document.text)

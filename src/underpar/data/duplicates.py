@@ -1,11 +1,11 @@
 """Find the documents that training and validation share: exact copies, near copies, passages.
 
-Texts are compared by shingles, runs of consecutive lower-cased words (Broder 1997). Those of
-validation, the small side, stand in one sorted table and training streams past it. Two documents
-without a common shingle have similarity 0, so counting the common ones finds every pair and its
-exact similarity; MinHash would estimate it and miss some pairs, to spare a count that is cheap
-here. Shingles are told apart by 64 bits. Memory: some 50 bytes a word of validation, plus what is
-found.
+Texts are compared by shingles: runs of consecutive lower-cased words (Broder 1997). The shingles of
+validation, the small split, are in one sorted table; training documents are looked up in it one by
+one. Two documents without a common shingle have similarity 0. So counting common shingles finds
+every pair with its exact similarity. MinHash would only estimate the similarity and miss some
+pairs; the exact count is cheap here. A shingle is identified by a 64-bit hash. Memory: about 50
+bytes per word of validation, plus the results.
 """
 
 import hashlib
@@ -23,19 +23,19 @@ from underpar.errors import DataError
 NUM_WORST = 50
 
 _WORD = re.compile(r"\w+")
-# Bounds of the table of known words: it is emptied when full, and longer strings stay out of it.
+# Bounds of the table of known words: a full table is emptied, longer words are not stored.
 _MAX_WORDS = 1 << 19
 _MAX_WORD_CHARACTERS = 64
-# Knuth's MMIX multiplier. It is 5 modulo 8, which keeps its powers, and so the places of words in
-# a shingle, far apart modulo 2^64.
+# Knuth's MMIX multiplier. It is 5 modulo 8, so its powers have the longest period modulo 2^64, and
+# the order of the words in a shingle changes the hash.
 _MULTIPLIER = np.uint64(6364136223846793005)
-# A look at the highest 24 bits of a hash spares most searches.
+# A table of the highest 24 bits of the hashes avoids most binary searches.
 _PREFIX_BITS = 24
 _PREFIX_SHIFT = np.uint64(64 - _PREFIX_BITS)
 _SIDES: tuple[Literal["left"], Literal["right"]] = ("left", "right")
 
 Decode = Callable[[npt.NDArray[Any]], bytes]
-# Called with the training documents done and their number in all.
+# Called with the number of training documents done, and their total.
 Progress = Callable[[int, int], None]
 Hashes = npt.NDArray[np.uint64]
 Indices = npt.NDArray[np.int64]
@@ -43,7 +43,7 @@ Indices = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class NearSettings:
-    """What counts as a near duplicate, and as too much of a validation document in training.
+    """Thresholds: similarity of a near duplicate, and share of a validation document in training.
 
     Thirteen words is the length of GPT-3's overlap check (arXiv:2005.14165, appendix C).
     """
@@ -57,8 +57,10 @@ class NearSettings:
         if not 0 < self.threshold <= 1:
             raise DataError(f"threshold is {self.threshold}, expected above 0 and at most 1")
         if not 0 <= self.threshold_containment < 1:
-            found = self.threshold_containment
-            raise DataError(f"threshold_containment is {found}, expected at least 0 and below 1")
+            raise DataError(
+                f"threshold_containment is {self.threshold_containment}, expected at least 0 and "
+                "below 1"
+            )
         for name in ("shingle_words", "containment_words"):
             if getattr(self, name) < 1:
                 raise DataError(f"{name} is {getattr(self, name)}, expected at least 1")
@@ -69,7 +71,7 @@ DEFAULTS = NearSettings()
 
 @dataclass(frozen=True)
 class Repeats:
-    """Exact duplicates inside a split: texts that occur again, and copies beyond the first."""
+    """Exact duplicates inside a split: repeated texts, and copies beyond the first of each."""
 
     num_repeated: int
     num_extra: int
@@ -88,8 +90,8 @@ class ExactDuplicates:
 class NearPair:
     """A training and a validation document that are nearly the same.
 
-    `similarity` is the Jaccard similarity of their sets of shingles, `shared` the share of the
-    validation document's shingles that the training document has too.
+    `similarity` is the Jaccard similarity of their sets of shingles. `shared` is the share of the
+    shingles of the validation document that the training document has too.
     """
 
     train: int
@@ -102,7 +104,7 @@ class NearPair:
 class Overlap:
     """The share of a validation document's shingles that occur anywhere in training.
 
-    `train` is the training document with most of them, the first if several have as many.
+    `train` is the training document with most of them; of equals, the first.
     """
 
     val: int
@@ -156,7 +158,7 @@ def audit_duplicates(
     settings: NearSettings = DEFAULTS,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Counts and the worst cases of all three kinds, ready for JSON; training is read once."""
+    """Counts and worst cases of all three kinds, ready for JSON; reads the texts once."""
     exact = exact_duplicates(train, val)
     pairs, overlaps = find_duplicates(train, val, decode, settings, progress)
 
@@ -195,13 +197,13 @@ def shingle_hashes(words: Hashes, num_words: int) -> Hashes:
     for offset in range(width):
         hashes *= _MULTIPLIER
         hashes += words[offset : offset + len(hashes)]
-    # Several times as fast as np.unique.
+    # Sorting in place is several times as fast as np.unique.
     hashes.sort()
     return hashes[np.append(True, hashes[1:] != hashes[:-1])]
 
 
 class _WordHashes(dict[str, int]):
-    """The 64-bit hash of a word, the same on every machine; recent words are remembered."""
+    """The 64-bit hash of a word, equal on every machine; recent words are cached."""
 
     def __missing__(self, word: str) -> int:
         digest = hashlib.blake2b(word.encode("utf-8"), digest_size=8).digest()
@@ -229,7 +231,7 @@ class _ShingleTable:
     def __init__(self, documents: Sequence[Hashes], num_words: int) -> None:
         self.num_words = num_words
         shingles = [shingle_hashes(words, num_words) for words in documents]
-        self.sizes = np.array([len(found) for found in shingles], dtype=np.int64)  # (D,)
+        self.sizes = np.array([len(hashes) for hashes in shingles], dtype=np.int64)  # (D,)
         hashes = np.concatenate([np.empty(0, dtype=np.uint64), *shingles])
         order = np.argsort(hashes, kind="stable")
         self._hashes = hashes[order]  # (R,)
@@ -285,18 +287,18 @@ class _OverlapFinder:
     def overlaps(self) -> list[Overlap]:
         """The overlaps with the documents visited so far, worst first."""
         num_seen = np.bincount(self._table.owners[self._is_seen], minlength=len(self._most_common))
-        # A document without words has no shingles, so none were seen either.
+        # A document without words has 0 of 0 shingles: share 0.
         shares = num_seen / np.maximum(self._table.sizes, 1)
-        found = [
+        overlaps = [
             Overlap(int(val), float(shares[val]), int(self._most_common_in[val]))
             for val in np.flatnonzero(shares > self._threshold)
         ]
-        return sorted(found, key=lambda overlap: (-overlap.share, overlap.val))
+        return sorted(overlaps, key=lambda overlap: (-overlap.share, overlap.val))
 
 
 def _join_ranges(firsts: Indices, ends: Indices) -> Indices:
     lengths = ends - firsts
-    # What turns a position in the joined ranges into a value of its own range.
+    # Added to an index of the joined array, the shift gives the value in its range.
     shifts = firsts - (np.cumsum(lengths) - lengths)
     return np.arange(lengths.sum()) + np.repeat(shifts, lengths)
 

@@ -20,8 +20,8 @@ TOKENIZER_NAME = "tokenizer.model"
 MANIFEST_NAME = "manifest.json"
 SPLITS = ("train", "val")
 MAX_MANIFEST_BYTES = 1 << 26
-# Of the validation documents, copies that training may hold. Web text has a few natural ones; an
-# export with the wrong default had 80 % (Parameter Golf issue 2127).
+# Training may hold copies of this share of the validation documents. Web text has a few natural
+# copies; an export with a wrong default had 80 % (Parameter Golf issue 2127).
 MAX_NATURAL_SHARE = 0.001
 
 _DOCUMENTS_PER_CHECK = 2048
@@ -39,19 +39,20 @@ class DataFolder:
 
 
 def shard_name(split: str) -> str:
-    """File name of a split's shard."""
+    """File name of the shard of a split."""
     return f"{split}.shard"
 
 
 def sidecar_name(split: str) -> str:
-    """File name of a split's bytes per token, in the published sidecar format."""
+    """File name of the byte sidecar of a split: the source bytes of each token."""
     return f"{split}_bytes.bin"
 
 
 def load_data(folder: Path, verify: bool = True, refuse_shared: bool = True) -> DataFolder:
-    """Open a data folder; `verify` also reads both shards in full against the manifest.
+    """Open a data folder; `verify` also reads both shards in full and checks them.
 
-    Documents on both sides of the split are refused, unless finding them is what it is opened for.
+    A document in both splits is an error, unless `refuse_shared` is false (for the audit that looks
+    for such documents).
     """
     manifest = read_manifest(folder)
     path = folder / TOKENIZER_NAME
@@ -65,17 +66,17 @@ def load_data(folder: Path, verify: bool = True, refuse_shared: bool = True) -> 
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a data folder, if there is one of a known format."""
+    """The manifest of a data folder; another format is refused."""
     path = folder / MANIFEST_NAME
     manifest = read_json(path, "no finished data folder here")
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        found = manifest.get("format") if isinstance(manifest, dict) else manifest
-        raise DataError(f"{path}: format is {found!r:.40}, expected {FORMAT}; build it again")
+        version = manifest.get("format") if isinstance(manifest, dict) else manifest
+        raise DataError(f"{path}: format is {version!r:.40}, expected {FORMAT}; build it again")
     return manifest
 
 
 def read_json(path: Path, unreadable: str) -> Any:
-    """The JSON in a manifest of believable size; `unreadable` says what it means to find none."""
+    """The JSON of a manifest; `unreadable` is the message if the file cannot be read."""
     try:
         if path.stat().st_size > MAX_MANIFEST_BYTES:
             raise DataError(f"{path}: over {MAX_MANIFEST_BYTES} bytes, not a manifest")
@@ -91,7 +92,7 @@ def hash_file(path: Path) -> str:
     digest = hashlib.sha256()
     try:
         with path.open("rb") as file:
-            # Large pieces: after each, a busy thread beside this one may take its turn first.
+            # Large pieces: after each, this thread may have to wait for the interpreter lock.
             while piece := file.read(_HASHED_BYTES):
                 digest.update(piece)
     except OSError as error:
@@ -126,10 +127,12 @@ def _load_split(
     return shard
 
 
-def _expect(path: Path, what: str, found: object, manifest: dict[str, Any], field: str) -> None:
+def _expect(path: Path, what: str, actual: object, manifest: dict[str, Any], field: str) -> None:
     stated = _stated(manifest, field)
-    if stated != found:
-        raise DataError(f"{path}: {what} is {found}, {MANIFEST_NAME} says {field} = {stated!r:.80}")
+    if stated != actual:
+        raise DataError(
+            f"{path}: {what} is {actual}, {MANIFEST_NAME} says {field} = {stated!r:.80}"
+        )
 
 
 def _stated(manifest: dict[str, Any], field: str) -> Any:
@@ -142,16 +145,16 @@ def _stated(manifest: dict[str, Any], field: str) -> Any:
 def _check_document_bytes(
     path: Path, shard: Shard, token_bytes: npt.NDArray[np.int32], manifest: dict[str, Any]
 ) -> None:
-    # A table of bytes per token is believed only where it gives every document's length; the
-    # manifest says for how many it does not (escaped operators, or a tokenizer that normalizes).
-    # As wide as the sums: adding up numbers that have to be widened first takes twice as long.
+    # The manifest states for how many documents the table of bytes per token gives another length
+    # (escaped operators, or a tokenizer that normalizes). Exactly so many may differ.
+    # int64 like the sums: reduceat takes twice as long if it has to convert.
     table = token_bytes.astype(np.int64)
     wrong = np.flatnonzero(_excess_bytes(shard, lambda cut: table[shard.tokens[cut]]))
     allowed = _stated(manifest, f"{path.stem}.off_table")
     if len(wrong) != allowed:
         first = f"; document {wrong[0]} is the first" if len(wrong) else ""
         raise DataError(
-            f"{path}: {len(wrong)} documents do not have the bytes their tokens stand for, "
+            f"{path}: {len(wrong)} documents have another length than their tokens, "
             f"{MANIFEST_NAME} says {allowed!r:.20}{first}"
         )
 
@@ -162,7 +165,7 @@ def _check_sidecar(path: Path, shard: Shard, manifest: dict[str, Any]) -> None:
     if len(source_bytes) != shard.num_tokens:
         raise DataError(f"{path}: {len(source_bytes)} entries for {shard.num_tokens} tokens")
     excess = _excess_bytes(shard, lambda cut: source_bytes[cut])
-    # A normalizer may take whitespace off a document's edges, which then belongs to no token.
+    # A normalizer may drop whitespace at the edges of a document. No token counts those bytes.
     is_changed = (shard.flags & CHANGED) != 0
     wrong = np.flatnonzero(np.where(is_changed, excess > 0, excess != 0))
     if wrong.size:
@@ -175,7 +178,7 @@ def _check_sidecar(path: Path, shard: Shard, manifest: dict[str, Any]) -> None:
 def _excess_bytes(
     shard: Shard, source_bytes_of: Callable[[slice], npt.NDArray[Any]]
 ) -> npt.NDArray[np.int64]:
-    """By how much the weights of each document's tokens add up to more than its bytes."""
+    """Source bytes of the tokens of each document, minus the bytes of the document (D,)."""
     bounds = np.append(shard.starts, shard.num_tokens)
     excess = np.zeros(shard.num_documents, dtype=np.int64)
     for first in range(0, shard.num_documents, _DOCUMENTS_PER_CHECK):
@@ -188,7 +191,7 @@ def _excess_bytes(
 
 
 def hash_keys(doc_hashes: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
-    """The first 8 bytes of each hash as one number: enough to tell documents apart."""
+    """The first 8 bytes of each hash as one number: enough to distinguish documents."""
     return np.ascontiguousarray(doc_hashes[:, :8]).view("<u8")[:, 0]
 
 
@@ -201,7 +204,7 @@ def _refuse_shared_documents(
     folder: Path, train: Shard, val: Shard, manifest: dict[str, Any]
 ) -> None:
     both = np.flatnonzero(np.isin(hash_keys(train.doc_hashes), hash_keys(val.doc_hashes)))
-    # Published web text has a few natural copies, which its import counted; nothing else has any.
+    # Published web text has a few natural copies; the import counted them. Other data have none.
     allowed = _stated(manifest, "shared_documents")
     if len(both) != allowed or len(both) > max_natural_copies(val.num_documents):
         first = train.doc_hashes[both[0]].tobytes().hex()[:16] if both.size else "none"
@@ -212,7 +215,7 @@ def _refuse_shared_documents(
 
 
 def data_identity(data: DataFolder) -> str:
-    """A digest of tokenizer and shards: equal for equal tokens, wherever they were built."""
+    """A digest of tokenizer and shards: equal for equal tokens, built on any machine."""
     parts = (
         data.tokenizer.identity,
         data.manifest["train"]["sha256"],

@@ -1,4 +1,4 @@
-"""Write a data folder: two shards, the byte sidecar of validation, and the manifest last."""
+"""Write a data folder: two shards, the byte sidecar of validation, and last the manifest."""
 
 import json
 from contextlib import ExitStack
@@ -27,10 +27,10 @@ from underpar.errors import DataError
 
 
 class FolderWriter:
-    """Documents in, batch by batch; the shards appear when the block ends without an error.
+    """Takes documents batch by batch. The shards appear if the `with` block ends without an error.
 
-    `max_shared` is how many training documents may also be validation documents, which must then
-    come first; None where the split rule makes it impossible.
+    `max_shared` training documents may also be validation documents. If it is a number, validation
+    documents must be added first. None means that the split rule excludes shared documents.
     """
 
     def __init__(self, out: Path, tokenizer: Tokenizer, max_shared: int | None) -> None:
@@ -45,7 +45,7 @@ class FolderWriter:
 
     def __enter__(self) -> "FolderWriter":
         self._out.mkdir(parents=True, exist_ok=True)
-        # Without a manifest no folder is accepted, so it goes first and comes last.
+        # A folder without a manifest is refused. So the manifest is deleted first and written last.
         (self._out / MANIFEST_NAME).unlink(missing_ok=True)
         (self._out / sidecar_name("val")).unlink(missing_ok=True)
         write_atomic(self._out / TOKENIZER_NAME, self._tokenizer.content)
@@ -73,12 +73,12 @@ class FolderWriter:
 
     @property
     def _needs_sidecar(self) -> bool:
-        # A table of bytes per token does not do: here it is off, there it may be right by chance.
+        # Then the bytes of a document are not the sum over the table of bytes per token.
         return self._writers["val"].num_off_table > 0 or not self._tokenizer.lossless
 
     @property
     def empty_splits(self) -> list[str]:
-        """Splits without a document so far."""
+        """Splits without any document so far."""
         return [split for split, writer in self._writers.items() if not writer.num_documents]
 
     def size(self, split: str) -> tuple[int, int]:
@@ -86,7 +86,7 @@ class FolderWriter:
         return self._writers[split].num_tokens, self._writers[split].num_bytes
 
     def add(self, source: str, split: str, columns: Columns) -> None:
-        """Append documents that came from an input."""
+        """Append documents of the input `source`."""
         self._refuse_shared(source, split, columns)
         writer = self._writers[split]
         span = self.ranges.setdefault(source, {}).setdefault(split, [writer.num_documents, 0])
@@ -112,11 +112,11 @@ class FolderWriter:
             raise DataError(
                 f"{source}: {self.num_shared} training documents are also held out (the last one "
                 f"SHA-256 {digest[:16]}...), at most {self._max_shared} may be; "
-                "take them out of one side"
+                "remove them from one split"
             )
 
     def write_manifest(self, head: dict[str, Any]) -> dict[str, Any]:
-        """Add what was written to `head`; with this file the folder is complete."""
+        """Write `head` and a description of both splits; this file completes the folder."""
         tokenizer = self._tokenizer
         manifest = {
             "format": FORMAT,

@@ -13,18 +13,18 @@ from underpar.data.order import make_order
 from underpar.data.shards import Shard
 from underpar.errors import RecipeError
 
-# Entries of `Segments.cu` come in multiples of this, so that a compiler meets few shapes (PR 2014).
+# The length of `Segments.cu` is a multiple of this, so that a compiler meets few shapes (PR 2014).
 CU_BUCKET = 64
 
 _PREFETCH_DEPTH = 2
 
-# Step, micro-batch and, where it is not the plan's, the context.
+# Step and micro-batch; a third element replaces the context of the plan.
 Place = tuple[int, int] | tuple[int, int, int | None]
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The size of one micro-batch and the length at which it is cut, in tokens."""
+    """Size of one micro-batch and the context at which its documents are cut, both in tokens."""
 
     tokens: int
     context: int
@@ -39,10 +39,10 @@ class MicroBatch:
 def make_step(
     num_micro_batches: int, sizes: Sequence[int], contexts: Sequence[int]
 ) -> list[MicroBatch]:
-    """A step of micro-batches that take sizes, in tokens, and contexts in turn.
+    """The micro-batches of a step; they take `sizes` (tokens) and `contexts` in turn.
 
-    With as many contexts as ranks each rank keeps to one: mixed sequence lengths over ranks
-    (PR 1212, PR 1219).
+    With as many contexts as ranks, each rank always has the same context: mixed sequence lengths
+    over ranks (PR 1212, PR 1219).
     """
     return [
         MicroBatch(sizes[m % len(sizes)], contexts[m % len(contexts)])
@@ -51,13 +51,13 @@ def make_step(
 
 
 class Loader:
-    """Batches over an endless stream of documents or of sequences, in the order of a seed.
+    """Batches from an endless shuffled stream of documents or of sequences.
 
-    `plan` names the micro-batches of every step, over all ranks. Micro-batch m of step s starts at
-    token s * (tokens of the plan) + (tokens of the plan before m) of the stream. Nothing is
-    remembered between calls, so ranks only choose which m they ask for, and resuming is asking for
-    the next step. Sequences are as long as the largest context of the plan; a shorter context cuts
-    them further, a longer one changes nothing.
+    `plan` lists the micro-batches of every step, over all ranks. Micro-batch m of step s starts at
+    token s * (tokens of the plan) + (tokens of the plan before m) of the stream. The loader keeps
+    no state between calls. So a rank only chooses which m it asks for, and a resumed run asks for
+    the next step. A sequence is as long as the largest context of the plan; a shorter context cuts
+    the sequence further, a longer context changes nothing.
     """
 
     def __init__(
@@ -85,18 +85,20 @@ class Loader:
     def batch(self, step: int, micro: int, context: int | None = None) -> Batch:
         """Micro-batch `micro` of the global step `step`, cut at `context` or as planned."""
         assert step >= 0 and 0 <= micro < len(self.plan)
-        own = self.plan[micro]
+        planned = self.plan[micro]
         begin = step * self.step_tokens + self._offsets[micro]
-        inputs, targets, is_start = self._order.span(begin, begin + own.tokens)
-        cut = own.context if context is None else context
+        inputs, targets, is_start = self._order.span(begin, begin + planned.tokens)
+        cut = planned.context if context is None else context
         return Batch(
             inputs=torch.from_numpy(inputs),
             targets=torch.from_numpy(targets),
-            segments=segments_from_starts(is_start, own.tokens, cut, self.cu_bucket, self.longest),
+            segments=segments_from_starts(
+                is_start, planned.tokens, cut, self.cu_bucket, self.longest
+            ),
         )
 
     def num_epochs(self, step: int) -> float:
-        """Passes over the shard made before `step`."""
+        """Passes over the shard before `step`."""
         return step * self.step_tokens / self._order.epoch_tokens
 
 
@@ -104,7 +106,7 @@ def micros_of_rank(num_micro_batches: int, rank: int, world_size: int) -> range:
     """The micro-batches of every step that one of `world_size` ranks works on."""
     if num_micro_batches % world_size:
         raise RecipeError(
-            f"{num_micro_batches} micro-batches a step cannot be shared by {world_size} ranks, "
+            f"{num_micro_batches} micro-batches per step cannot be shared by {world_size} ranks, "
             "use a multiple of the number of ranks"
         )
     assert 0 <= rank < world_size
@@ -112,7 +114,7 @@ def micros_of_rank(num_micro_batches: int, rank: int, world_size: int) -> range:
 
 
 def prefetch(loader: Loader, places: Iterable[Place], pin: bool = False) -> Iterator[Batch]:
-    """Batches in the order asked for, prepared (and pinned) two ahead on a background thread."""
+    """The batches at `places`, in order; a background thread prepares (and pins) two ahead."""
 
     def make(place: Place) -> Batch:
         batch = loader.batch(*place)

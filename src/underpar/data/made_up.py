@@ -1,4 +1,4 @@
-"""Batches of made-up documents: the shapes of training without its text."""
+"""Batches of random documents with the shapes of training batches: for warm-up and benches."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from underpar.data.batch import Batch, segments_from_starts
 from underpar.data.loader import CU_BUCKET, MicroBatch
 from underpar.seams import BOS_ID
 
-# Tokens of the mean document of the published validation set.
+# Mean length of a document of the published validation set.
 MEAN_DOCUMENT_TOKENS = 957
 
 
 def made_up_batch(
     micro: MicroBatch, vocab_size: int, rng: np.random.Generator, order: str, longest: int = 0
 ) -> Batch:
-    """Random tokens in documents of exponential lengths, cut as the loader of `order` would."""
+    """Random tokens in documents of exponential lengths, cut as the loader cuts with `order`."""
     lengths = 2 + rng.exponential(MEAN_DOCUMENT_TOKENS, micro.tokens).astype(np.int64)
     ends = np.cumsum(lengths)
     starts = np.append(0, ends[ends < micro.tokens])
     tokens = rng.integers(2, vocab_size, micro.tokens + 1)
     tokens[starts] = BOS_ID
-    # Sequences take no notice of documents.
+    # Sequences ignore document boundaries.
     cuts = starts if order == "documents" else np.array([0])
     return Batch(
         inputs=torch.from_numpy(tokens[:-1]),

@@ -1,6 +1,6 @@
-"""Data folders in parts: write one from any stream of texts, on any machine, and merge them.
+"""Data folders in parts: write each part from a stream of texts, on any machine, then merge them.
 
-A part is split by hash, a function of the text alone, so parts agree without knowing each other.
+The split depends only on the hash of a text, so separately written parts use the same split.
 """
 
 import json
@@ -31,10 +31,10 @@ Manifest = dict[str, Any]
 
 
 def write_part(texts: Iterable[tuple[str, str]], out: Path, options: BuildOptions) -> Manifest:
-    """Write pairs of source and text to the data folder `out`; either split may stay empty.
+    """Write (source, text) pairs to the data folder `out`; either split may be empty.
 
-    The texts of one source, such as a file, must follow each other. `options` are those of
-    `build_data`, with a tokenizer file and a fraction to hold out by hash.
+    The texts of one source, such as a file, must be consecutive. `options` are those of
+    `build_data`; they must name a tokenizer file and a fraction to hold out by hash.
     """
     if options.tokenizer is None or options.fraction is None:
         raise DataError("a part needs a tokenizer file and a fraction to hold out, give both")
@@ -47,7 +47,7 @@ def write_part(texts: Iterable[tuple[str, str]], out: Path, options: BuildOption
             tally.add(prepared.tally)
             for split, columns in prepared.splits.items():
                 writer.add(batch.path, split, columns)
-    # Not how to read the sources again: texts may have been left out on the way here.
+    # No "reading" entry: the caller may have filtered texts, so the sources cannot be read again.
     return writer.write_manifest(
         {
             "tool": f"underpar {__version__}",
@@ -65,21 +65,21 @@ def _raw_batches(texts: Iterable[tuple[str, str]], field: str) -> Iterator[RawBa
     seen: set[str] = set()
     for source, group in groupby(texts, key=itemgetter(0)):
         if source in seen:
-            raise DataError(f"{source}: its texts come in two runs, sort by source or name one")
+            raise DataError(f"{source}: its texts are not consecutive, sort the texts by source")
         seen.add(source)
         first = 1
         while batch := list(islice(group, _BATCH_TEXTS)):
-            # As JSON, where a lone surrogate passes: it is judged and repaired as in a file.
+            # JSON can carry a lone surrogate, so such a text is refused or repaired as in a file.
             records = [json.dumps({field: text}).encode() for _, text in batch]
             yield RawBatch(source, True, first, records)
             first += len(records)
 
 
 def merge_folders(folders: Sequence[Path], out: Path) -> Manifest:
-    """Write the documents of all folders, in order, to the data folder `out`; its manifest.
+    """Write the documents of all folders, in order, to the data folder `out`; returns the manifest.
 
-    Every folder is checked in full before anything is written. A split may be empty in some
-    folders, not in all. Training documents of one that are validation in another are refused.
+    All folders are checked in full before anything is written. A split may be empty in some folders
+    but not in all. A training document of one folder must not be held out in another.
     """
     _refuse_repeated(folders, out)
     manifests = [load_data(folder).manifest for folder in folders]
@@ -88,7 +88,7 @@ def merge_folders(folders: Sequence[Path], out: Path) -> Manifest:
     content = read_model(folders[0] / TOKENIZER_NAME)
     tokenizer = open_tokenizer(content, manifests[0]["tokenizer"]["transform"])
     with FolderWriter(out, tokenizer, max_shared=0) as writer:
-        # Validation first: training documents are checked against it as they come.
+        # Validation first, so that each training document can be checked against it.
         for split in reversed(SPLITS):
             for folder, manifest in zip(folders, manifests, strict=True):
                 for columns in _read_split(folder, split, manifest, tokenizer):
@@ -102,10 +102,12 @@ def _refuse_repeated(folders: Sequence[Path], out: Path) -> None:
     seen: set[Path] = set()
     for folder in folders:
         if folder.resolve() in seen:
-            raise DataError(f"{folder} is given twice, its documents would be too; name it once")
+            raise DataError(
+                f"{folder} is named twice, its documents would count twice; name it once"
+            )
         seen.add(folder.resolve())
     if out.resolve() in seen:
-        raise DataError(f"{out} is both merged and written to, choose another folder to write")
+        raise DataError(f"{out} is an input and the output, choose another output folder")
 
 
 def _refuse_different(folders: Sequence[Path], manifests: list[Manifest]) -> None:
@@ -115,12 +117,12 @@ def _refuse_different(folders: Sequence[Path], manifests: list[Manifest]) -> Non
         if identity != wanted:
             raise DataError(
                 f"{folder}: tokenizer is {identity:.16}, {folders[0]} has {wanted:.16}; "
-                "merge folders of one tokenizer and transform"
+                "merge folders with one tokenizer and transform"
             )
         if manifest.get("split") != first.get("split"):
             raise DataError(
                 f"{folder}: split is {manifest.get('split')!r:.120}, {folders[0]} has "
-                f"{first.get('split')!r:.120}; merge folders of one split rule"
+                f"{first.get('split')!r:.120}; merge folders with one split rule"
             )
     for split in SPLITS:
         if not any(manifest[split]["documents"] for manifest in manifests):
@@ -128,7 +130,7 @@ def _refuse_different(folders: Sequence[Path], manifests: list[Manifest]) -> Non
 
 
 def _merge_heads(folders: Sequence[Path], manifests: list[Manifest]) -> Manifest:
-    """What the manifests say about inputs and reading, as far as it holds for all of them."""
+    """Inputs of all folders, and what the manifests say alike: split, reading, tally."""
     first = manifests[0]
     head: Manifest = {"inputs": _merge_inputs(folders, manifests), "split": first.get("split")}
     if "reading" in first and all(m.get("reading") == first["reading"] for m in manifests):
@@ -145,18 +147,18 @@ def _merge_heads(folders: Sequence[Path], manifests: list[Manifest]) -> Manifest
 
 
 def _merge_inputs(folders: Sequence[Path], manifests: list[Manifest]) -> list[Manifest]:
-    """All inputs, their document ranges moved to where they are in the merged shards."""
+    """All inputs, with their document ranges in the merged shards."""
     inputs: list[Manifest] = []
     owners: dict[tuple[str, object], Path] = {}
     begins = dict.fromkeys(SPLITS, 0)
     for folder, manifest in zip(folders, manifests, strict=True):
         try:
-            rows = [_moved(row, begins) for row in manifest["inputs"]]
+            rows = [_shifted(row, begins) for row in manifest["inputs"]]
             keys = [(row["path"], row.get("sha256")) for row in rows]
             owner = next((owners[key] for key in keys if key in owners), None)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise DataError(f"{folder}: inputs are not those of a data folder: {error}") from error
-        # As after a run with another number of ranks: text would be trained on twice.
+        # For example two runs with different numbers of ranks: the text would be trained on twice.
         if owner is not None:
             raise DataError(f"{folder} and {owner} share an input, build them again from one list")
         owners.update(dict.fromkeys(keys, folder))
@@ -165,7 +167,7 @@ def _merge_inputs(folders: Sequence[Path], manifests: list[Manifest]) -> list[Ma
     return inputs
 
 
-def _moved(row: Manifest, begins: dict[str, int]) -> Manifest:
+def _shifted(row: Manifest, begins: dict[str, int]) -> Manifest:
     spans = {
         split: [begins[split] + first, begins[split] + end]
         for split, (first, end) in row["documents"].items()
@@ -200,7 +202,7 @@ def _read_split(
 
 
 def _batches(shard: Shard) -> Iterator[tuple[int, int]]:
-    """Ranges of documents; only the last document of one goes past the number of tokens."""
+    """Ranges of documents of about `_BATCH_TOKENS` tokens; the last document may go over it."""
     first = 0
     while first < shard.num_documents:
         last = int(np.searchsorted(shard.starts, shard.starts[first] + _BATCH_TOKENS))

@@ -1,4 +1,4 @@
-"""The endless order in which training reads a shard, a pure function of the seed and a position."""
+"""The endless order in which training reads a shard: a pure function of seed and position."""
 
 from abc import ABC, abstractmethod
 from functools import lru_cache
@@ -15,7 +15,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class Span(NamedTuple):
-    """A stretch of N tokens of an order, with the token that follows each in its own text."""
+    """N consecutive tokens of an order, and for each the next token of its text."""
 
     inputs: Ints  # (N,)
     targets: Ints  # (N,)
@@ -23,7 +23,7 @@ class Span(NamedTuple):
 
 
 class Order(ABC):
-    """Pieces of a shard one after another without end: every piece once an epoch, shuffled."""
+    """The pieces of a shard, shuffled: every piece once per epoch, without end."""
 
     def __init__(self, shard: Shard, seed: int, epoch_tokens: int) -> None:
         self.epoch_tokens = epoch_tokens
@@ -44,12 +44,12 @@ class Order(ABC):
         last = len(self._tokens) - 1
         inputs = self._tokens[places].astype(np.int64)
         targets = self._tokens[np.minimum(places + 1, last)].astype(np.int64)
-        # After the shard's last document comes another, as after every document.
+        # BOS ends every document, also the last document of the shard.
         targets[places == last] = BOS_ID
         return Span(inputs, targets, is_first)
 
     def _places(self, epoch: int, begin: int, end: int) -> tuple[Ints, npt.NDArray[np.bool_]]:
-        """Where in the shard tokens [begin, end) of an epoch lie, and which begin a piece."""
+        """Positions in the shard of tokens [begin, end) of an epoch; a mask of piece starts."""
         firsts, bounds = self._pieces(epoch)
         low, high = np.searchsorted(bounds, [begin, end - 1], side="right")
         firsts, bounds = firsts[low - 1 : high], bounds[low - 1 : high + 1]
@@ -80,13 +80,13 @@ class DocumentOrder(Order):
 
 
 class SequenceOrder(Order):
-    """Shuffled sequences (PR 1394, PR 1493): windows of the shard, whatever documents they hold.
+    """Shuffled sequences (PR 1394, PR 1493): windows of the shard that ignore document boundaries.
 
-    The windows do not overlap, follow each other from a random phase below their length, and each
-    holds `window_tokens` inputs; its last target is the token after it. Their number is the same in
-    every epoch, so less than two windows of the shard's ends are left out of an epoch. Attention
-    crosses documents inside a window (PR 1894, PR 1219), but never its first token, where a lever
-    that reads the token before finds the end of the window before.
+    Each window has `window_tokens` inputs; its last target is the token after it. The windows of an
+    epoch are adjacent and start at a random phase below their length. Their number is equal in
+    every epoch, so an epoch leaves out less than two windows at the ends of the shard. Attention
+    crosses documents inside a window (PR 1894, PR 1219) but not the start of a window. A lever that
+    reads the previous token sees, at the start of a window, the last token of the window before.
     """
 
     def __init__(self, shard: Shard, seed: int, window_tokens: int) -> None:
@@ -95,7 +95,7 @@ class SequenceOrder(Order):
                 f"the training shard has {shard.num_tokens} tokens, sequences of {window_tokens} "
                 "need at least one more; use a shorter context or train.order = 'documents'"
             )
-        # The largest number that fits at every phase, or one window in a very short shard.
+        # The largest number that fits at every phase; one window if the shard is very short.
         self._num_windows = max(1, shard.num_tokens // window_tokens - 1)
         self._window_tokens = window_tokens
         super().__init__(shard, seed, self._num_windows * window_tokens)

@@ -1,7 +1,8 @@
 """Raw records to token columns: read, hash, split, transform, tokenize, count bytes.
 
-One `Preparer` does it all for a batch and keeps nothing but its word table, so batches can run in
-any process: here on all cores of a machine, or inside another engine (examples/datatrove_step.py).
+A `Preparer` does all of this for one batch. It keeps only its word table between batches, so any
+process can take any batch: on all cores of one machine, or inside another engine
+(examples/datatrove_step.py).
 """
 
 import hashlib
@@ -20,18 +21,18 @@ from underpar.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from underpar.data.tokens.words import Pieces
 from underpar.errors import DataError
 
-# Batches in flight for each worker: one at work, one waiting, one being written.
+# Batches in flight per worker: one in work, one waiting, one being written.
 _AHEAD = 3
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What every worker must know; plain values, so that it travels."""
+    """What every worker needs; plain values, which can be sent to other processes."""
 
     tokenizer: bytes
     transform: str
     reading: Reading
-    fraction: float | None  # held out by hash, or None where files decide
+    fraction: float | None  # share held out by hash; None if the files decide
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Preparer:
         repaired = np.array([item.is_repaired for item in items])
         return Columns(
             tokens=pieces.tokens.astype(token_dtype(self.tokenizer.vocab_size)),
-            # Only validation is scored by the byte; elsewhere they would just travel.
+            # Only validation is scored by the byte. Training columns stay small without them.
             source_bytes=pieces.source_bytes if split == "val" else None,
             counts=pieces.counts,
             doc_bytes=doc_bytes,
@@ -88,9 +89,9 @@ class Preparer:
     def _check_bytes(self, pieces: Pieces, doc_bytes: npt.NDArray[np.int64]) -> int:
         firsts = np.cumsum(pieces.counts) - pieces.counts
         counted = np.add.reduceat(pieces.source_bytes, firsts, dtype=np.int64)
-        # A normalizer may drop whitespace at a document's edges, which then belongs to no token.
+        # A normalizer may drop whitespace at the edges of a document. No token counts those bytes.
         wrong = np.where(pieces.changed, counted > doc_bytes, counted != doc_bytes)
-        assert not wrong.any(), "the ledger does not add up to the text"
+        assert not wrong.any(), "the source bytes do not add up to the text"
         by_table = np.add.reduceat(self.tokenizer.token_bytes[pieces.tokens], firsts)
         return int(np.count_nonzero(by_table != doc_bytes))
 
@@ -99,7 +100,7 @@ Job = tuple[RawBatch, str]
 
 
 def prepare_all(plan: Plan, jobs: Iterable[Job], workers: int) -> Iterator[tuple[Job, Prepared]]:
-    """Every job with its columns, in order, on that many processes (1: in this one)."""
+    """Every job with its columns, in order, on `workers` processes (1: in this process)."""
     if workers < 1:
         raise DataError(f"workers is {workers}, expected at least 1")
     if workers == 1:
@@ -107,7 +108,7 @@ def prepare_all(plan: Plan, jobs: Iterable[Job], workers: int) -> Iterator[tuple
         for job in jobs:
             yield job, preparer.prepare(*job)
         return
-    # Fresh processes: a fork of one that has threads may hang.
+    # Spawned processes: a fork of a process with threads may hang.
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(plan,))
     waiting: deque[tuple[Job, Future[Prepared]]] = deque()

@@ -34,7 +34,7 @@ from underpar.seams import BOS_ID
 
 MAGIC = b"UPSH"
 VERSION = 2
-# A u64 sum of document bytes cannot overflow below this.
+# Sums of document bytes below this bound cannot overflow a u64.
 MAX_TEXT_BYTES = 1 << 40
 
 # Bits of a document's flags.
@@ -47,7 +47,7 @@ _COLUMNS = ("starts", "bytes", "hashes", "flags", "tokens")
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """The tokens of one split, mapped from its file."""
+    """The tokens of one split and its table of documents, mapped from the file."""
 
     tokens: npt.NDArray[Any]  # (T,) uint16 or uint32
     starts: npt.NDArray[np.int64]  # (D,)
@@ -57,12 +57,12 @@ class Shard:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens, each document's BOS included."""
+        """Number of tokens, with the BOS of each document."""
         return len(self.tokens)
 
     @property
     def num_documents(self) -> int:
-        """Documents."""
+        """Number of documents."""
         return len(self.starts)
 
     @property
@@ -81,7 +81,7 @@ class Shard:
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """Documents on their way into a shard."""
+    """A batch of documents that goes into a shard."""
 
     tokens: npt.NDArray[Any]  # (N,) BOS first in every document
     source_bytes: npt.NDArray[np.int32] | None  # (N,) source bytes of each token
@@ -89,16 +89,16 @@ class Columns:
     doc_bytes: npt.NDArray[np.int64]  # (D,) UTF-8 length of the source text
     doc_hashes: npt.NDArray[np.uint8]  # (D, 32) SHA-256 of the source text
     flags: npt.NDArray[np.uint8]  # (D,) CHANGED | REPAIRED
-    num_off_table: int = 0  # documents whose bytes a per-token table gets wrong
+    num_off_table: int = 0  # documents whose bytes differ from the sum over the token table
 
     @property
     def starts(self) -> npt.NDArray[np.int64]:
-        """Where each document begins in `tokens`."""
+        """Index in `tokens` of the BOS of each document (D,)."""
         return np.cumsum(self.counts) - self.counts
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """How tokens of a vocabulary are stored."""
+    """The integer type that stores the tokens of a vocabulary."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
@@ -108,7 +108,7 @@ def _table_bytes(num_documents: int) -> list[int]:
 
 
 def open_shard(path: Path, vocab_size: int, verify: bool = True) -> Shard:
-    """Map a shard; `verify` also reads all of it: checksum, token ids and BOS positions."""
+    """Map a shard; `verify` also reads the whole file: checksum, token ids, BOS positions."""
     try:
         with path.open("rb") as file:
             header = file.read(_HEADER.size)
@@ -116,12 +116,12 @@ def open_shard(path: Path, vocab_size: int, verify: bool = True) -> Shard:
     except OSError as error:
         raise DataError(f"{path}: shard cannot be read: {error.strerror}") from error
     width, num_tokens, num_documents, checksum = _parse_header(path, header)
-    # Checked before anything is mapped or allocated, in integers that cannot overflow.
+    # Checked before the file is mapped. Python integers cannot overflow.
     tables = _table_bytes(num_documents)
     expected = _HEADER.size + sum(tables) + num_tokens * width
     if num_file_bytes != expected:
         raise DataError(f"{path}: file has {num_file_bytes} bytes, its header promises {expected}")
-    # A plain view of the map: slicing the memmap class itself is several times slower.
+    # A plain array over the map: slices of a memmap object are several times slower.
     raw = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
     columns = np.split(raw[_HEADER.size :], np.cumsum(tables))
     shard = Shard(
@@ -198,9 +198,9 @@ def _chunks(values: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
 
 
 class ShardWriter:
-    """Write a shard batch by batch; the file appears whole, or not at all on an error.
+    """Write a shard batch by batch. The file appears complete; after an error it does not appear.
 
-    Every column waits in a temporary file beside the target, so memory does not grow.
+    Each column is collected in a temporary file next to the target, so memory does not grow.
     """
 
     def __init__(self, path: Path, vocab_size: int) -> None:
@@ -236,7 +236,7 @@ class ShardWriter:
 
     @property
     def documents_sha256(self) -> str:
-        """SHA-256 over the hashes of all documents, in order: names the split's text."""
+        """SHA-256 over the hashes of all documents, in order: identifies the text of the split."""
         return self._documents.hexdigest()
 
     def add(self, columns: Columns) -> None:

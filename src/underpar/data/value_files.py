@@ -4,10 +4,10 @@ Layout, little-endian:
 
     offset  type           content
     0       i32[256]       20240520, version 1, number of values n, then zeros
-    1024    u16[n]         token ids; in a sidecar, the bytes of text each token stands for
+    1024    u16[n]         token ids; in a sidecar, the source bytes of each token
 
-A data folder's byte sidecar has this format too, so the counted script carries this module, and not
-the rest of `published`.
+The byte sidecar of a data folder has this format too. The counted script therefore carries this
+module, but not the rest of `published`.
 """
 
 import os
@@ -30,14 +30,14 @@ def open_values(path: Path) -> npt.NDArray[np.uint16]:
         with path.open("rb") as file:
             num_values = _parse_header(path, file.read(HEADER_BYTES))
             num_file_bytes = os.fstat(file.fileno()).st_size
-            # Checked before anything is mapped; a download cut short shows here.
+            # Checked before the file is mapped. An incomplete download fails here.
             expected = HEADER_BYTES + 2 * num_values
             if num_file_bytes != expected:
                 raise DataError(
                     f"{path}: file has {num_file_bytes} bytes, its header promises {expected}; "
                     "fetch it again"
                 )
-            # A plain view of the map: slicing the memmap class itself is several times slower.
+            # A plain array over the map: slices of a memmap object are several times slower.
             raw = np.asarray(np.memmap(file, dtype=np.uint8, mode="r"))
     except OSError as error:
         raise DataError(f"{path}: token file cannot be read: {error.strerror}") from error

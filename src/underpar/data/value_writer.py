@@ -16,7 +16,7 @@ MAX_FILE_VALUES = (1 << 31) - 1
 
 
 class ValueSeries:
-    """Numbered files of equal size but the last, under temporary names until published."""
+    """Numbered files, all full except the last; they have temporary names until `publish`."""
 
     def __init__(self, folder: Path, pattern: str, shard_tokens: int = MAX_FILE_VALUES) -> None:
         self.paths: list[Path] = []
@@ -37,7 +37,7 @@ class ValueSeries:
             begin += len(piece)
 
     def close(self) -> None:
-        """Put the count into the last file's header; without a value it is file 0, empty."""
+        """Write the header of the last file; without any value, file 0 is written empty."""
         file = self._file or self._open_next()
         header = np.zeros(HEADER_INTS, dtype="<i4")
         header[:3] = MAGIC, VERSION, self._shard_tokens - self._room
@@ -48,14 +48,14 @@ class ValueSeries:
         file.close()
 
     def publish(self) -> None:
-        """Give the closed files their names, the first one last."""
+        """Rename the closed files to their final names, the first file last."""
         for path in reversed(self.paths):
             os.replace(part_of(path), path)
 
     def discard(self) -> None:
-        """Remove what has not been renamed."""
+        """Remove the files that were not renamed."""
         if self._file is not None:
-            # An error on the way out would hide the one that led here.
+            # An error while closing would hide the first error.
             with contextlib.suppress(OSError):
                 self._file.close()
         for path in self.paths:
@@ -77,7 +77,7 @@ def part_of(path: Path) -> Path:
 
 
 def checked_values(values: npt.ArrayLike | None, limit: int, what: str) -> npt.NDArray[Any]:
-    """A row of integers from 0 to below `limit`, or a DataError that names the first other."""
+    """`values` as an array (N,) of integers in [0, limit); a DataError names the first other."""
     array = np.asarray(values)
     if array.ndim != 1 or not array.size or array.dtype.kind not in "iu":
         raise DataError(

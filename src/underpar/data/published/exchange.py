@@ -1,4 +1,4 @@
-"""Published token files <-> data folders: import a set as it is, export one for other tools."""
+"""Published token files <-> data folders: import a published set, export for other tools."""
 
 import hashlib
 import shutil
@@ -56,7 +56,7 @@ Progress = Callable[[str, int], None]
 
 @dataclass(frozen=True)
 class ImportOptions:
-    """What made the tokens; `known` is the name of a published set whose totals must match."""
+    """Tokenizer and transform of the tokens; `known` names the published set to compare with."""
 
     tokenizer: Path
     transform: str = IDENTITY
@@ -67,10 +67,10 @@ class ImportOptions:
 def import_published(
     folder: Path, out: Path, options: ImportOptions, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Make the data folder `out` from published token files, split as published."""
+    """Make the data folder `out` from published token files, with the published split."""
     report = progress or (lambda split, num_documents: None)
     tokenizer = open_tokenizer(read_model(options.tokenizer), options.transform)
-    # Validation first: training documents are checked against it as they come.
+    # Validation first, so that each training document can be checked against it.
     files = {split: split_files(folder, split) for split in reversed(SPLITS)}
     val = [open_published(path, tokenizer.vocab_size) for path in files["val"]]
     num_val = sum(int(np.count_nonzero(tokens == BOS_ID)) for tokens in val)
@@ -106,7 +106,7 @@ def import_published(
 
 
 def _read_split(paths: list[Path], tokenizer: Tokenizer) -> Iterator[tuple[Path, Columns]]:
-    """Batches of whole documents with the file they end in; a document may straddle files."""
+    """Batches of whole documents and the file in which they end; documents may straddle files."""
     tokens, source_bytes = np.zeros(0, np.uint16), np.zeros(0, np.int32)
     for number, path in enumerate(paths):
         values = open_published(path, tokenizer.vocab_size)
@@ -114,11 +114,13 @@ def _read_split(paths: list[Path], tokenizer: Tokenizer) -> Iterator[tuple[Path,
         sidecar = open_sidecar(path, values)
         bytes_of = tokenizer.token_bytes[values] if sidecar is None else sidecar
         if number == 0 and (not len(values) or values[0] != BOS_ID):
-            raise DataError(f"{path}: does not begin with BOS ({BOS_ID}), so documents are cut")
+            raise DataError(
+                f"{path}: does not begin with BOS ({BOS_ID}), its first document is cut"
+            )
         for begin in range(0, len(values), _BATCH_TOKENS):
             tokens = np.append(tokens, values[begin : begin + _BATCH_TOKENS])
             source_bytes = np.append(source_bytes, bytes_of[begin : begin + _BATCH_TOKENS])
-            # The last document may go on, so it waits.
+            # The last document may continue in the next piece, so it is kept back.
             last = int(np.flatnonzero(tokens == BOS_ID)[-1])
             if last:
                 yield path, _columns(tokens[:last], source_bytes[:last], tokenizer)
@@ -131,7 +133,7 @@ def _columns(
     tokens: npt.NDArray[np.uint16], source_bytes: npt.NDArray[np.int32], tokenizer: Tokenizer
 ) -> Columns:
     starts = np.flatnonzero(tokens == BOS_ID)
-    # The text itself is not in the files: what the tokens decode to stands for it.
+    # The files do not hold the text. The decoded tokens stand for it.
     try:
         texts = [tokenizer.decode(document) for document in np.split(tokens, starts[1:])]
     except DataError as error:
@@ -139,7 +141,7 @@ def _columns(
             f"the tokens do not decode ({error}); give the tokenizer and transform that made them"
         ) from error
     lengths = np.array([len(text) for text in texts], dtype=np.int64)
-    # Of a lossless tokenizer that is exact, with or without a sidecar.
+    # Exact for a lossless tokenizer; otherwise the counted source bytes are the best known length.
     counted = np.add.reduceat(source_bytes, starts, dtype=np.int64)
     doc_bytes = lengths if tokenizer.lossless else counted
     by_table = np.add.reduceat(tokenizer.token_bytes[tokens], starts, dtype=np.int64)
@@ -169,7 +171,7 @@ def _refuse_wrong_bytes(source: Path, columns: Columns, num_before: int) -> None
 def export_published(
     data: DataFolder, source: Path, out: Path, shard_tokens: int = PUBLISHED_SHARD_TOKENS
 ) -> None:
-    """Write the data folder at `source` as published token files, with a sidecar for validation."""
+    """Write the data folder `source` as published token files, with a sidecar for validation."""
     tokenizer = data.tokenizer
     name = f"underpar_{tokenizer.vocab_size}"
     if (out / EXPORT_MANIFEST_NAME).exists():
@@ -198,7 +200,7 @@ def _write_splits(
 ) -> dict[str, SplitStats]:
     vocab_size = data.tokenizer.vocab_size
     with ExitStack() as stack:
-        # Both are opened before a document is written: neither may find files of another export.
+        # Both writers open before a document is written: each refuses files of another export.
         writers = {
             split: stack.enter_context(
                 PublishedWriter(folder, split, vocab_size, shard_tokens, sidecar=split == "val")

@@ -1,4 +1,4 @@
-"""Write the published FineWeb token files, with or without byte sidecars, document by document."""
+"""Write published FineWeb token files, with or without byte sidecars, document by document."""
 
 import os
 from pathlib import Path
@@ -14,14 +14,14 @@ from underpar.data.value_writer import MAX_FILE_VALUES, ValueSeries, checked_val
 from underpar.errors import DataError
 from underpar.seams import BOS_ID
 
-# What an unsigned 16-bit entry can tell apart.
+# The number of values of an unsigned 16-bit entry.
 MAX_VOCAB_SIZE = 1 << 16
 
 
 class PublishedWriter:
-    """Write one split document by document; its files appear all together, or none on an error.
+    """Write one split document by document; after an error none of its files appear.
 
-    Memory: one document. Values go straight to temporary files beside the targets.
+    Memory: one document. Values are written to temporary files next to the targets.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class PublishedWriter:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise DataError(f"{folder}: cannot be a folder: {error.strerror}") from error
-        # What a kill left behind.
+        # Files of a killed export.
         for stale in folder.glob(f".fineweb_{split}_*.bin.part"):
             stale.unlink()
         self._tokens = self._series(split, shard_tokens)
@@ -83,9 +83,9 @@ class PublishedWriter:
         return SplitStats(self.num_documents, self.num_tokens, len(self._tokens.paths))
 
     def add(self, tokens: npt.ArrayLike, source_bytes: npt.ArrayLike | None = None) -> None:
-        """Append a document, BOS first, and with a sidecar the bytes of each token, BOS 0.
+        """Append a document, BOS first; with a sidecar also the source bytes per token, 0 for BOS.
 
-        A refused document leaves nothing behind.
+        Nothing of a refused document is written.
         """
         where = f"document {self.num_documents}"
         if (source_bytes is not None) != (self._sidecar is not None):
@@ -97,7 +97,7 @@ class PublishedWriter:
         ids = checked_values(tokens, self._vocab_size, f"{where}: token")
         _check_framing(ids, where)
         if self._sidecar is not None:
-            # Checked before the cast to 16 bits, which would wrap without a word.
+            # Checked before the cast to 16 bits, which would wrap silently.
             counts = checked_values(source_bytes, 1 << 16, f"{where}: source bytes of token")
             if len(counts) != len(ids) or counts[0] != 0:
                 raise DataError(
@@ -114,7 +114,7 @@ class PublishedWriter:
         return [self._tokens] if self._sidecar is None else [self._sidecar, self._tokens]
 
     def _refuse_existing(self) -> None:
-        # Shards of two exports in one folder put validation documents into training.
+        # Two exports in one folder could put validation documents into training.
         existing = sorted(self._folder.glob(f"fineweb_{self._split}_*.bin"))
         if existing:
             raise DataError(f"{existing[0]} exists; export to a folder without {self._split} files")
@@ -125,7 +125,7 @@ class PublishedWriter:
         self._refuse_existing()
         renamed: list[Path] = []
         try:
-            # The first token file comes last: without it no reader accepts what a kill leaves.
+            # The first token file last: without it, readers refuse the files of a killed export.
             for series in self._all_series():
                 for path in reversed(series.paths):
                     renamed.append(path)
@@ -138,10 +138,10 @@ class PublishedWriter:
 
 def _check_framing(ids: npt.NDArray[Any], where: str) -> None:
     if ids[0] != BOS_ID or np.count_nonzero(ids == BOS_ID) != 1:
-        raise DataError(f"{where}: BOS ({BOS_ID}) must stand at its start and nowhere else")
+        raise DataError(f"{where}: BOS ({BOS_ID}) must be its first token and no other")
     special = np.flatnonzero(np.isin(ids, list(SPECIAL_IDS)))
     if special.size:
         raise DataError(
             f"{where}: token {special[0]} is {SPECIAL_IDS[int(ids[special[0]])]}, which no text "
-            "encodes to; use a tokenizer with byte fallback"
+            "has; use a tokenizer with byte fallback"
         )

@@ -21,10 +21,10 @@ from underpar.seams import BOS_ID
 
 PUBLISHED_SHARD_TOKENS = 100_000_000
 SPLITS = ("train", "val")
-# Nothing in a stream of text: no padding, no EOS, and byte fallback leaves nothing unknown.
+# Ids that must not occur in text: there is no padding and no EOS, and byte fallback has no unknown.
 SPECIAL_IDS = {0: "PAD", 2: "EOS", 3: "UNK"}
-# Targets and UTF-8 bytes of the whole validation set of 50,000 documents. The targets are its
-# tokens but the first. byte260 follows from its scored part: one token a byte and a BOS a document.
+# Targets and UTF-8 bytes of the whole validation set of 50,000 documents. Targets are all tokens
+# except the first. byte260 is computed: one token per byte and one BOS per document.
 KNOWN_VAL = {
     "sp1024": (62_021_845, 151_080_891),
     "sp8192": (40_540_802, 151_080_891),
@@ -50,7 +50,7 @@ def open_published(path: Path, vocab_size: int) -> npt.NDArray[np.uint16]:
 
 
 def refuse_special_ids(path: Path, tokens: npt.NDArray[np.uint16]) -> None:
-    """Refuse tokens with PAD, EOS or UNK among them: the text under an UNK is lost."""
+    """Refuse PAD, EOS and UNK among the tokens: the text of an UNK is lost."""
     for begin, chunk in _chunks(tokens):
         special = np.isin(chunk, list(SPECIAL_IDS))
         if special.any():
@@ -70,7 +70,7 @@ def split_files(folder: Path, split: str) -> list[Path]:
     """Token files of "train" or "val", in order; sidecars are left out, a gap is refused."""
     if split not in SPLITS:
         raise DataError(f"split is {split!r}, expected one of {', '.join(SPLITS)}")
-    # The glob every published reader uses; it matches the sidecars too.
+    # The glob of all published readers; it also matches the sidecars.
     matches = sorted(folder.glob(f"fineweb_{split}_*.bin"))
     files = [file for file in matches if "_bytes_" not in file.name]
     for file in files:
@@ -84,7 +84,7 @@ def split_files(folder: Path, split: str) -> list[Path]:
 
 
 def sidecar_of(path: Path) -> Path:
-    """Where the byte sidecar of a token file belongs, whether there is one or not."""
+    """The path of the byte sidecar of a token file, which may not exist."""
     match = _TOKEN_FILE.fullmatch(path.name)
     if match is None:
         raise DataError(f"{path}: not the name of a token file, such as fineweb_val_000000.bin")
@@ -94,9 +94,9 @@ def sidecar_of(path: Path) -> Path:
 def open_sidecar(
     token_file: Path, tokens: npt.NDArray[np.uint16], bos_id: int = BOS_ID
 ) -> npt.NDArray[np.uint16] | None:
-    """Bytes of text of each of `tokens`, those of `token_file`; None if it has no sidecar."""
+    """Source bytes of each of `tokens`, the tokens of `token_file`; None without a sidecar."""
     path = sidecar_of(token_file)
-    # A link to nowhere is a sidecar that cannot be read, not one that is absent.
+    # lexists: a broken link is an unreadable sidecar, not a missing one.
     if not os.path.lexists(path):
         return None
     source_bytes = open_values(path)
@@ -111,7 +111,7 @@ def open_sidecar(
 
 
 def check_known_val(name: str, num_tokens: int, num_bytes: int) -> None:
-    """Refuse a validation set that is not all of the published one: its tokens, then its bytes."""
+    """Refuse a validation set without exactly the tokens and bytes of the published set."""
     if name not in KNOWN_VAL:
         raise DataError(f"no published validation set {name!r}; known: {', '.join(KNOWN_VAL)}")
     known_targets, known_bytes = KNOWN_VAL[name]

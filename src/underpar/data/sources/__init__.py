@@ -1,1 +1,1 @@
-"""Where text comes from: files of several kinds, and downloads."""
+"""Sources of text: files of several kinds, and downloads."""

@@ -1,4 +1,4 @@
-"""Documents: read them from text, JSON-lines and parquet files, name and split them by hash."""
+"""Documents: read text, JSON-lines and parquet files; hash documents and split them by hash."""
 
 import gzip
 import hashlib
@@ -21,9 +21,9 @@ SUPPORTED_ENDINGS = (
     *(kind + packing for kind in (".txt", ".jsonl") for packing in ("", ".xz", ".gz", ".zst")),
     ".parquet",
 )
-# One document is held in memory at a time; a longer line is refused instead of being loaded.
+# A longer line is refused before it is loaded: a document must fit into memory.
 MAX_DOCUMENT_BYTES = 1 << 28
-# Small enough that the words of a batch stay in the processor's caches.
+# Small enough that the words of a batch stay in the CPU caches.
 BATCH_BYTES = 1 << 20
 # What to do with text that is not valid Unicode, and with empty documents.
 REFUSE, REPAIR = "refuse", "repair"
@@ -34,7 +34,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True)
 class Document:
-    """One text and the name of where it came from."""
+    """One text and the name of its source."""
 
     text: str
     source: str
@@ -60,12 +60,12 @@ def split_of(digest: bytes, fraction: float | None, file_split: str) -> str:
 
 
 def demo_corpus() -> Path:
-    """The JSON-lines file that comes with the package (licences: NOTICE.md beside it)."""
+    """The JSON-lines file that comes with the package (licences: NOTICE.md in the same folder)."""
     return Path(str(resources.files("underpar").joinpath("data", "demo", "demo.jsonl.xz")))
 
 
 def input_files(paths: Sequence[Path]) -> list[Path]:
-    """The files that `paths` stand for; a folder gives its supported files, sorted, recursively."""
+    """`paths` as files: a folder is replaced by its supported files, recursively and sorted."""
     files: list[Path] = []
     for path in paths:
         if path.is_dir():
@@ -81,13 +81,13 @@ def input_files(paths: Sequence[Path]) -> list[Path]:
             files.append(path)
     for file, num_times in Counter(files).items():
         if num_times > 1:
-            raise DataError(f"{file}: given {num_times} times, name it once")
+            raise DataError(f"{file}: named {num_times} times, name it once")
     return files
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How to read: the field that holds the text, and what to do with bad input."""
+    """How to read: the field with the text, and what to do with bad input."""
 
     field: str = "text"
     bad_input: str = REFUSE
@@ -99,7 +99,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class RawBatch:
-    """Undecoded records of one file: lines of JSON, or texts."""
+    """Consecutive undecoded records of one file: lines of JSON, or texts."""
 
     path: str
     is_json: bool
@@ -109,7 +109,7 @@ class RawBatch:
 
 @dataclass
 class Tally:
-    """Everything that was read, and everything that was not taken as it was."""
+    """Counts of documents read, left out and repaired."""
 
     documents: int = 0
     left_out_empty: int = 0
@@ -117,7 +117,7 @@ class Tally:
     replaced_characters: int = 0
 
     def add(self, other: "Tally") -> None:
-        """Count another part in."""
+        """Add the counts of another tally."""
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
 
@@ -125,9 +125,9 @@ class Tally:
 def read_documents(paths: Sequence[Path], reading: Reading | None = None) -> Iterator[Document]:
     """Every document of the files and folders, in order.
 
-    .txt is one document a file; .jsonl one object a line and .parquet one row, with the field
-    "text" (or the one named) and, in .jsonl, "source" if there is one. Text files may be packed
-    as .xz, .gz or .zst.
+    A document is a .txt file, a line of a .jsonl file (an object) or a row of a .parquet file.
+    Lines and rows have the text in the field "text" or the named field; a line may have a "source".
+    Text files may be compressed as .xz, .gz or .zst.
     """
     reading = reading or Reading()
     for path in input_files(paths):
@@ -151,7 +151,7 @@ def read_raw(path: Path, field: str = "text") -> Iterator[RawBatch]:
 
 
 def parse(batch: RawBatch, reading: Reading, tally: Tally) -> list[Document]:
-    """The documents of a batch; bad ones are refused by number, or repaired and counted."""
+    """The documents of a batch; a bad document is refused by number, or repaired and counted."""
     documents = []
     for number, record in enumerate(batch.records, start=batch.first):
         where = f"{batch.path}: {'line' if batch.is_json else 'document'} {number}"
@@ -238,13 +238,13 @@ def _decode(record: bytes, where: str, reading: Reading) -> tuple[str, int]:
 
 
 def _without_surrogates(text: str, where: str, reading: Reading) -> tuple[str, int]:
-    found = _SURROGATE.search(text)
-    if found is None:
+    surrogate = _SURROGATE.search(text)
+    if surrogate is None:
         return text, 0
     if reading.bad_input == REFUSE:
         raise DataError(
-            f"{where}: lone surrogate at character {found.start() + 1}, not valid Unicode text; "
-            "read with --bad-input repair to replace it"
+            f"{where}: lone surrogate at character {surrogate.start() + 1}, not valid Unicode "
+            "text; read with --bad-input repair to replace it"
         )
     return _SURROGATE.subn(_REPLACEMENT, text)
 

@@ -1,7 +1,7 @@
-"""One file from a server: resumed after a cut, never longer than listed, kept if its hash holds.
+"""Download one file: resume after an interruption, limit its length, verify its checksum.
 
-A download goes to `<name>.part` beside its target and is renamed once its checksum is right, so a
-target is whole or absent and an interrupted part is the start of the next attempt.
+A download is written to `<name>.part` next to its target, and renamed after its checksum is
+verified. So the target is complete or absent, and the next attempt continues a partial file.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from underpar.errors import DataError
 
 CHUNK_BYTES = 1 << 20
 LONGEST_WAIT_SECONDS = 60.0
-# A server may ask for more patience than our own back-off has, but not for a day of it.
+# Upper bound of a server's Retry-After header.
 LONGEST_RETRY_AFTER_SECONDS = 600.0
 
 
@@ -37,7 +37,7 @@ class RemoteFile:
 
 @dataclass(frozen=True)
 class Connection:
-    """Which server, in whose name, and how patiently."""
+    """The server, the access token, and the limits on retries."""
 
     endpoint: str
     token: str | None = field(default=None, repr=False)
@@ -55,7 +55,7 @@ class Connection:
 
 
 def read_page(url: str, connection: Connection, max_bytes: int, first: bool) -> tuple[bytes, str]:
-    """A short answer and its Link header; on the `first` request no route at all is final."""
+    """A short response and its Link header; if `first`, an unreachable server is not retried."""
     patience = _Patience(url, connection)
     while True:
         try:
@@ -76,27 +76,27 @@ def download_file(
     connection: Connection,
     progress: Callable[[int], None],
 ) -> bool:
-    """Bring `file` to `target`, telling `progress` the bytes it has; False if it was there."""
+    """Download `file` to `target`; `progress` gets the bytes so far. False if it existed."""
     expected = file.sha256 or file.git_sha1
     same_size = target.is_file() and target.stat().st_size == file.size
     if same_size and _checksum(target, file) == expected:
         return False
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(target.name + ".part")
-    # The bytes of an old part may be what is wrong, so the file is fetched once more from nothing.
+    # An old partial file may be damaged. After a wrong checksum, download once more from byte 0.
     for _ in range(2):
         _fill(part, url, file, connection, progress)
-        found = _checksum(part, file)
-        if found == expected:
+        checksum = _checksum(part, file)
+        if checksum == expected:
             os.replace(part, target)
             return True
         part.unlink()
     kind = "SHA-256" if file.sha256 else "git SHA-1"
-    raise DataError(f"{url}: {kind} is {found}, the listing says {expected}; fetched twice")
+    raise DataError(f"{url}: {kind} is {checksum}, the listing says {expected}; fetched twice")
 
 
 class _Trouble(Exception):
-    """A failure that may pass: of the line, or of a server that is busy."""
+    """A failure that may pass: of the network, or of a busy server."""
 
     def __init__(
         self,
@@ -129,14 +129,14 @@ class _Patience:
             ) from trouble
         seconds = trouble.retry_after_seconds
         if seconds is None:
-            # The exponent is bounded too: any number of attempts may be asked for.
+            # The exponent is bounded: 2.0**doublings would overflow after many attempts.
             doublings = min(max(self._num_failures - 1, 0), 30)
             seconds = min(2.0**doublings, LONGEST_WAIT_SECONDS)
         self._connection.sleep(seconds)
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Follows to where the server points, but keeps the token and the encryption at home."""
+    """Follows redirects, but not from https to http, and sends the token to its own host only."""
 
     def redirect_request(
         self,
@@ -147,7 +147,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         headers: http.client.HTTPMessage,
         newurl: str,
     ) -> urllib.request.Request | None:
-        """The next request, without Authorization where the origin differs."""
+        """The next request, without Authorization if the origin differs."""
         if urlsplit(newurl).scheme not in ("https", req.type):
             raise urllib.error.HTTPError(req.full_url, code, "unsafe redirect", headers, fp)
         request = super().redirect_request(req, fp, code, msg, headers, newurl)
@@ -170,7 +170,7 @@ def _open(url: str, connection: Connection, headers: dict[str, str]) -> http.cli
     except urllib.error.URLError as error:
         cause = error.reason if isinstance(error.reason, Exception) else error
         raise _Trouble(f"cannot reach {host}: {_reason(cause)}", unreachable=True) from error
-    # The last two: a redirect to an address that makes no sense.
+    # ValueError and OverflowError: a redirect to an invalid address.
     except (OSError, http.client.HTTPException, ValueError, OverflowError) as error:
         raise _Trouble(f"{host} broke off: {_reason(error)}") from error
     assert isinstance(response, http.client.HTTPResponse)
@@ -178,7 +178,7 @@ def _open(url: str, connection: Connection, headers: dict[str, str]) -> http.cli
 
 
 def _reason(error: Exception) -> str:
-    # What the system says is quoted; other messages may repeat the server's bytes.
+    # Messages of the system are quoted. Other messages could contain bytes of the server.
     if isinstance(error, OSError):
         return error.strerror or str(error)
     return type(error).__name__
@@ -201,12 +201,12 @@ def _refusal(url: str, error: urllib.error.HTTPError) -> Exception:
         if seconds is not None:
             seconds = min(seconds, LONGEST_RETRY_AFTER_SECONDS)
         return _Trouble(f"the server answered {code}", retry_after_seconds=seconds)
-    return DataError(f"{url}: the server answered {code}, which is no way to get the file")
+    return DataError(f"{url}: the server answered {code}, expected 200 or 206")
 
 
 def _read(response: http.client.HTTPResponse, num_bytes: int) -> bytes:
     try:
-        # One read of the socket: what arrived before a cut is kept.
+        # read1 reads the socket once, so bytes that arrived before an interruption are kept.
         return response.read1(num_bytes)
     except (OSError, http.client.HTTPException) as error:
         raise _Trouble(f"connection lost: {_reason(error)}") from error
@@ -236,7 +236,8 @@ def _fill(
     if part.stat().st_size > file.size:
         part.write_bytes(b"")
     patience = _Patience(url, connection)
-    # Only new ground is progress: a file that always restarts and always breaks off must end.
+    # Only bytes beyond the furthest position count as progress. Otherwise a download that always
+    # restarts and always breaks off would never end.
     furthest = part.stat().st_size
     while part.stat().st_size < file.size:
         try:
@@ -279,6 +280,6 @@ def _checksum(path: Path, file: RemoteFile) -> str:
     with path.open("rb") as stream:
         if file.sha256:
             return hashlib.file_digest(stream, "sha256").hexdigest()
-        # Small files are listed by the name git gives their content.
+        # Small files are listed with the SHA-1 of their git blob.
         blob = hashlib.sha1(b"blob %d\0" % file.size, usedforsecurity=False)
         return hashlib.file_digest(stream, lambda: blob).hexdigest()

@@ -1,7 +1,7 @@
-"""Published token sets, and any Hugging Face dataset repository, brought to a folder.
+"""Download published token sets, or any Hugging Face dataset repository, to a folder.
 
-Only the standard library is used, and every file is checked against the SHA-256 (small files: the
-git SHA-1) of the hub's listing, which the hub's own client does not do for what it downloaded.
+Uses the standard library only. Every file is verified against the SHA-256 (small files: the git
+SHA-1) in the listing of the hub. The hub's own client does not verify its downloads.
 """
 
 import json
@@ -27,15 +27,15 @@ MAX_PAGE_BYTES = 1 << 24
 MAX_PAGES = 10_000
 MAX_FILES = 1 << 20
 
-# Receives the path in hand, bytes done and bytes in all, over all files of a fetch.
+# Called with the current path, the bytes done and the bytes in total, over all files of a fetch.
 Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
 class FetchOptions(Connection):
-    """A connection and what to take: paths that match any of `include` (none given: all).
+    """A connection, and which files to fetch: paths that match a glob of `include` (empty: all).
 
-    Of a published set's training files only the first `num_train_files` are taken, in name order.
+    Of the training files of a published set, only the first `num_train_files` are fetched, by name.
     """
 
     endpoint: str = HUB
@@ -50,7 +50,7 @@ class FetchOptions(Connection):
 
 @dataclass(frozen=True)
 class FetchSummary:
-    """What lies in the folder after a fetch, and how much of it came over the network."""
+    """The files of a fetch, and how many of them were downloaded now."""
 
     repo: str
     revision: str
@@ -61,9 +61,9 @@ class FetchSummary:
 
 @dataclass(frozen=True)
 class PublishedSet:
-    """Files of a repository that belong together, as globs in which * crosses folders.
+    """Files of a repository that form a set, as globs in which * also matches "/".
 
-    The first pattern must match something; `training` marks the files that may be limited.
+    The first pattern must match a file. `training` matches the files that `num_train_files` limits.
     """
 
     repo: str
@@ -99,7 +99,7 @@ _NEXT_LINK = re.compile(r'<([!-;=?-~]+)>\s*;\s*rel="?next"?')
 
 
 def resolve(name: str) -> PublishedSet:
-    """The files that a published set's name, `owner/repo` or `owner/repo@revision` stands for."""
+    """The set with this name: a published set, `owner/repo` or `owner/repo@revision`."""
     if name in PUBLISHED:
         return PUBLISHED[name]
     match = _REPO_AT_REVISION.fullmatch(name)
@@ -112,7 +112,7 @@ def resolve(name: str) -> PublishedSet:
 def fetch(
     name: str, out: Path, options: FetchOptions, progress: Progress | None = None
 ) -> FetchSummary:
-    """Bring the files of `name` to `out`, complete what is there, record it all in fetch.json."""
+    """Download the missing files of `name` to `out`; list all files in fetch.json."""
     wanted = resolve(name)
     files = select(list_files(wanted.repo, wanted.revision, options), wanted, options)
     total = sum(file.size for file in files)
@@ -136,7 +136,7 @@ def fetch(
 
 
 def list_files(repo: str, revision: str, connection: Connection) -> list[RemoteFile]:
-    """Every file of a dataset repository, as its server lists it, checked."""
+    """Every file of a dataset repository, from the checked listing of the server."""
     endpoint = connection.endpoint.rstrip("/")
     tree = f"{endpoint}/api/datasets/{repo}/tree/{quote(revision, safe='')}"
     url: str | None = f"{tree}?recursive=true&expand=false"
@@ -161,7 +161,7 @@ def select(
     if not any(_matches(file, wanted.patterns[:1]) for file in files):
         raise DataError(f"{where}: none of its {len(files)} files matches {wanted.patterns[0]!r}")
     chosen: list[RemoteFile] = []
-    # Counted a folder: two folders of one set are two copies, not one longer set.
+    # Counted per folder: two folders of a set are two copies, not one longer set.
     num_train: Counter[str] = Counter()
     for file in sorted(files, key=lambda file: file.path):
         if not _matches(file, wanted.patterns) or not _matches(file, options.include or ("*",)):
@@ -199,7 +199,7 @@ def _next_page(link: str, url: str, endpoint: str) -> str | None:
         return None
     try:
         following = urljoin(url, match[1])
-        # A page from elsewhere could list anything, and would be sent the token.
+        # Another server could list any file, and would receive the token.
         same_origin = urlsplit(following)[:2] == urlsplit(endpoint)[:2]
     except ValueError:
         same_origin = False
@@ -217,7 +217,7 @@ def _parse_page(body: bytes, url: str) -> Iterator[RemoteFile]:
         raise DataError(f"{url}: the listing is {type(entries).__name__}, expected an array")
     for entry in entries:
         if not isinstance(entry, dict):
-            raise DataError(f"{url}: the listing holds {_shown(entry)}, expected an object")
+            raise DataError(f"{url}: the listing holds {_quoted(entry)}, expected an object")
         if entry.get("type") == "file":
             yield _parse_entry(entry, url)
 
@@ -225,26 +225,28 @@ def _parse_page(body: bytes, url: str) -> Iterator[RemoteFile]:
 def _parse_entry(entry: dict[str, Any], url: str) -> RemoteFile:
     path, lfs = entry.get("path"), entry.get("lfs")
     if not isinstance(path, str) or not _is_safe(path):
-        raise DataError(f"{url}: the listing holds the path {_shown(path)}, which is not safe")
+        raise DataError(f"{url}: the listing holds the path {_quoted(path)}, which is not safe")
     size = lfs.get("size") if isinstance(lfs, dict) else entry.get("size")
     if type(size) is not int or size < 0:
-        raise DataError(f"{url}: size of {path!r} is {_shown(size)}, expected a number of bytes")
+        raise DataError(f"{url}: size of {path!r} is {_quoted(size)}, expected a number of bytes")
     digest = lfs.get("oid") if isinstance(lfs, dict) else entry.get("oid")
     num_digits = 64 if isinstance(lfs, dict) else 40
     if not isinstance(digest, str) or not re.fullmatch(rf"[0-9a-f]{{{num_digits}}}", digest):
-        raise DataError(f"{url}: checksum of {path!r} is {_shown(digest)}, not {num_digits} digits")
+        raise DataError(
+            f"{url}: checksum of {path!r} is {_quoted(digest)}, not {num_digits} digits"
+        )
     if isinstance(lfs, dict):
         return RemoteFile(path, size, digest, None)
     return RemoteFile(path, size, None, digest)
 
 
-def _shown(value: object) -> str:
+def _quoted(value: object) -> str:
     return repr(value)[:80] if isinstance(value, str | int) else type(value).__name__
 
 
 def _is_safe(path: str) -> bool:
-    """Whether a path stays inside the folder it is joined to, on every system, and is plain."""
-    # In .git a file would be a setting or a command of a repository around the folder.
+    """Whether a relative path stays inside its folder on every system, without odd characters."""
+    # A file in .git could change the settings or hooks of a surrounding repository.
     if any(part in ("", ".", "..") or part.lower() == ".git" for part in path.split("/")):
         return False
     odd = "\\" in path or any(unicodedata.category(char) in ("Cc", "Cs") for char in path)

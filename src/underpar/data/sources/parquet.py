@@ -29,11 +29,11 @@ def read_column(path: Path, field: str) -> Iterator[bytes]:
             if kinds[field] not in texts:
                 raise DataError(f'{path}: column "{field}" holds {kinds[field]}, not text')
             for batch in file.iter_batches(batch_size=_ROWS, columns=[field]):
-                # As bytes, so that invalid UTF-8 is judged where all other text is.
+                # As bytes, so that the same code checks the UTF-8 of all file types.
                 for value in batch.column(0).cast(pyarrow.large_binary()).to_pylist():
                     number += 1
                     yield value or b""
     except (OSError, pyarrow.ArrowException) as error:
-        # What the library says may span lines.
+        # Messages of the library may have several lines.
         detail = " ".join(str(error).split())
         raise DataError(f"{path}: row {number + 1}: cannot be read: {detail}") from error

@@ -1,4 +1,4 @@
-"""Zstandard files as byte streams that notice when a file was cut short."""
+"""Zstandard files as byte streams; an incomplete file is an error."""
 
 import io
 from collections.abc import Iterator
@@ -10,12 +10,12 @@ from underpar.errors import DataError
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-# A repeated-byte block inflates 4 bytes to 128 KiB, so the slice fed in bounds what comes out.
+# A block of one repeated byte expands 4 bytes to 128 KiB, so small slices bound the output.
 _COMPRESSED_CHUNK_BYTES = 1024
 
 
 def open_zstd(path: Path) -> io.BufferedReader:
-    """Open a .zst file of one or more frames; damage raises OSError, a cut file EOFError."""
+    """Open a .zst file of one or more frames; OSError if damaged, EOFError if incomplete."""
     try:
         import zstandard  # noqa: F401
     except ImportError as error:
@@ -26,7 +26,7 @@ def open_zstd(path: Path) -> io.BufferedReader:
 
 
 def _decompressed_chunks(path: Path) -> Iterator[bytes]:
-    # The package's own stream_reader takes a truncated frame for the end of the file.
+    # The stream_reader of the package takes a truncated frame for the end of the file.
     import zstandard
 
     decompressor = zstandard.ZstdDecompressor()

@@ -1,1 +1,1 @@
-"""Text to tokens and back, and the bytes each token stands for."""
+"""Text to tokens and back, and the source bytes of each token."""

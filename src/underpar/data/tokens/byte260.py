@@ -29,7 +29,7 @@ CONTENT = (json.dumps(_ABOUT, indent=2) + "\n").encode()
 
 
 class ByteTokenizer:
-    """Each byte is a token: nothing to train, nothing to lose."""
+    """Each byte is a token: no training, no loss."""
 
     kind = "bytes"
     bos_id = BOS_ID
@@ -50,7 +50,7 @@ class ByteTokenizer:
                 f"byte tokenizer has {wrong[0]} = {about[wrong[0]]!r:.40}, "
                 f"expected {_ABOUT[wrong[0]]}"
             )
-        # One spelling of the constants, so that one vocabulary has one identity.
+        # Files may be formatted differently. The canonical content gives one identity.
         self.content = CONTENT
         self.identity = hashlib.sha256(CONTENT).hexdigest()
         self.transform = Identity()
@@ -62,7 +62,7 @@ class ByteTokenizer:
         return np.frombuffer(data, dtype=np.uint8).astype(np.int32) + FIRST_BYTE_ID
 
     def encode_texts(self, texts: Sequence[str]) -> Pieces:
-        """Tokens of each text, BOS first, with their bytes."""
+        """Tokens of each text, BOS first, with the source bytes of each token."""
         raws = [text.encode("utf-8", "surrogateescape") for text in texts]
         lengths = np.array([len(raw) for raw in raws], dtype=np.int64)
         tokens = np.insert(self.encode(b"".join(raws)), np.cumsum(lengths) - lengths, BOS_ID)
@@ -74,7 +74,7 @@ class ByteTokenizer:
         )
 
     def written(self, ids: npt.ArrayLike) -> bytes:
-        """The bytes that ids stand for."""
+        """The bytes of the ids; control ids have none."""
         array = np.asarray(ids, dtype=np.int64)
         if array.size and not 0 <= array.min() <= array.max() < VOCAB_SIZE:
             raise DataError(

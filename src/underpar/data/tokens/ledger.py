@@ -1,9 +1,9 @@
 """The byte ledger: how many bytes of the source text each token stands for.
 
-Bytes come from the source text, never from the spelling of a piece: tokens are spans of the
-transformed text, and the transform's byte law says what each of its code points is worth. A code
-point counts where it ends, so of the byte tokens of one character the last gets all its bytes, as
-in the published sidecars.
+Bytes are counted in the source text, not in the spelling of a piece. A token is a span of the
+transformed text, and the transform states the source bytes of each code point that it writes. A
+code point counts for the token in which it ends: of several byte tokens of one character, the last
+gets all bytes of the character, as in the published sidecars.
 """
 
 from collections.abc import Iterator
@@ -20,30 +20,31 @@ Offsets = npt.NDArray[np.int64]
 def span_source_bytes(
     written: str, begins: Offsets, ends: Offsets, transform: TextTransform
 ) -> npt.NDArray[np.int64]:
-    """Source bytes of each span [begin, end) of a transformed text, in bytes of its UTF-8."""
+    """Source bytes of each span; spans are offsets [begin, end) in the UTF-8 of `written`."""
     bounds = np.cumsum(utf8_lengths(written))
-    credit = np.append(0, np.cumsum(transform.source_bytes(written)))
-    # Code points that end at or before an offset are paid for there.
+    # totals[i] is the source bytes of the first i code points.
+    totals = np.append(0, np.cumsum(transform.source_bytes(written)))
+    # The code points that end at or before an offset count for the text before the offset.
     return (
-        credit[np.searchsorted(bounds, ends, side="right")]
-        - credit[np.searchsorted(bounds, begins, side="right")]
+        totals[np.searchsorted(bounds, ends, side="right")]
+        - totals[np.searchsorted(bounds, begins, side="right")]
     )
 
 
 def surfaces(proto: bytes) -> tuple[list[int], list[int], list[int]]:
     """Ids, begins and ends of a serialized SentencePieceText, in bytes of the encoder's input.
 
-    Read by hand: the library's own reader needs the protobuf package, and the one that did not
-    was taken out in sentencepiece 0.2.2.
+    Parsed here, because the reader of the library needs the protobuf package; sentencepiece 0.2.2
+    removed the reader that did not.
     """
-    found: tuple[list[int], list[int], list[int]] = ([], [], [])
+    columns: tuple[list[int], list[int], list[int]] = ([], [], [])
     for field, piece in _fields(proto):
         if field == 2 and isinstance(piece, bytes):
             values = dict(_fields(piece))
-            # id, begin and end; a field that is left out is 0.
-            for column, number in zip(found, (2, 4, 5), strict=True):
+            # Fields 2, 4 and 5 are id, begin and end. A missing field is 0.
+            for column, number in zip(columns, (2, 4, 5), strict=True):
                 column.append(int(values.get(number, 0)))
-    return found
+    return columns
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
@@ -59,7 +60,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
             yield field, message[at : at + size]
             at += size
         else:
-            # Fixed 32 bits, the score; nothing else occurs in these messages.
+            # A field of 32 bits: the score. These messages have no other types.
             assert kind == 5
             at += 4
 

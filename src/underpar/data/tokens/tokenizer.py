@@ -1,7 +1,7 @@
 """Text to ids and back: a SentencePiece model, and the transform that runs before it.
 
-Every path goes word by word through one `WordTable`, so that what is trained on, scored and coded
-are the same ids.
+All callers encode word by word through one `WordTable`, so training, scoring and the codec use the
+same ids.
 """
 
 import hashlib
@@ -26,20 +26,20 @@ from underpar.seams import BOS_ID
 MAX_MODEL_BYTES = 1 << 26
 
 _SPACE_MARK = "\u2581"
-# What SentencePiece cannot take as it is: its own space mark, and bytes that are not UTF-8,
-# which "surrogateescape" turns into U+DC80..U+DCFF.
+# Characters that SentencePiece cannot encode: its own space mark, and bytes that are not UTF-8
+# ("surrogateescape" represents them as U+DC80..U+DCFF).
 _ODD_RUN = re.compile("([\udc80-\udcff\u2581]+)")
-# Strings that a dummy prefix, whitespace clean-up or NFKC would change.
+# Texts that a model with a dummy prefix, whitespace clean-up or NFKC changes.
 _PROBES = ("a  b", " lead", "trail ", "tab\t", "a\nb", "a\u00a0b", "\u00bd", "\ufb01", "e\u0301")
-# Stands before a word that is not its document's first, or the clean-up would drop its space.
+# Put before every word but the first of a document; otherwise the clean-up drops the word's space.
 _LEAD = "."
 
 
 class SentencePieceTokenizer:
     """A SentencePiece model and a transform.
 
-    `encode` and `decode` are exact for any bytes. `encode_texts` gives the model's own ids, which
-    for a lossy model (one that normalizes) decode to another text where `changed` says so.
+    `encode` and `decode` are exact for any bytes. `encode_texts` gives the ids of the model itself;
+    for a lossy model (one that normalizes), `changed` marks texts whose ids decode to another text.
     """
 
     kind = "sentencepiece"
@@ -66,7 +66,7 @@ class SentencePieceTokenizer:
 
     @cached_property
     def token_bytes(self) -> npt.NDArray[np.int32]:
-        """Source bytes of each id where neither an escape nor a normalizer is at work."""
+        """Source bytes of each id in text without escapes and without normalization."""
         source_bytes = [self.transform.source_bytes(_to_text(piece)).sum() for piece in self._table]
         return np.array(source_bytes, dtype=np.int32)
 
@@ -75,11 +75,11 @@ class SentencePieceTokenizer:
         return self._exact_words.encode([self._splitter.keys(_to_text(data))]).tokens[1:]
 
     def encode_texts(self, texts: Sequence[str]) -> Pieces:
-        """The model's tokens of each text, BOS first, with the source bytes of each token."""
-        return self._own_words.encode([self._splitter.keys(text) for text in texts])
+        """Tokens of each text by the model, BOS first, with the source bytes of each token."""
+        return self._model_words.encode([self._splitter.keys(text) for text in texts])
 
     def written(self, ids: npt.ArrayLike) -> bytes:
-        """The transformed text that ids stand for; pad, BOS, EOS and unknown stand for none."""
+        """The transformed text of the ids; pad, BOS, EOS and unknown have none."""
         array = np.asarray(ids, dtype=np.int64)
         if array.size and not 0 <= array.min() <= array.max() < self.vocab_size:
             raise DataError(
@@ -88,9 +88,10 @@ class SentencePieceTokenizer:
         return self._join(array.tolist())
 
     def decode(self, ids: npt.ArrayLike) -> bytes:
-        """The source bytes that ids stand for; an impossible operator is refused.
+        """The source bytes of the ids; an operator at an impossible place is refused.
 
-        Behind a lossy model it is left as it stands: a normalizer may write letters before it.
+        With a lossy model, the transformed text is returned unchanged instead: a normalizer may
+        have written letters before an operator.
         """
         written = self.written(ids)
         try:
@@ -106,13 +107,13 @@ class SentencePieceTokenizer:
         return _to_bytes(self.transform.inverse(_to_text(written)))
 
     @cached_property
-    def _own_words(self) -> WordTable:
+    def _model_words(self) -> WordTable:
         return WordTable(partial(self._encode_words, exact=self.lossless))
 
     @cached_property
     def _exact_words(self) -> WordTable:
         if self.lossless:
-            return self._own_words
+            return self._model_words
         return WordTable(partial(self._encode_words, exact=True))
 
     @cached_property
@@ -141,7 +142,7 @@ class SentencePieceTokenizer:
 
     def _model_ids(self, written: list[str], words: list[str], exact: bool) -> list[list[int]]:
         if exact and _ODD_RUN.search("".join(written)):
-            # Odd words are spelled later, since nothing that the model gives decodes to them.
+            # No ids of the model decode to these characters; `_spell` replaces the ids later.
             written = [_ODD_RUN.sub("", word) for word in written]
         if self.lossless:
             return self._ids(written)
@@ -154,13 +155,14 @@ class SentencePieceTokenizer:
         ]
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
-        # One thread: the words of a batch are few, and whole batches run side by side.
-        found: list[list[int]] = self._model.encode(texts, num_threads=1)
-        return found
+        # One thread: a batch has few new words, and whole batches run in parallel.
+        ids: list[list[int]] = self._model.encode(texts, num_threads=1)
+        return ids
 
     def _inexact(self, ids: list[list[int]], written: list[str]) -> list[int]:
-        """Which words the ids do not decode to."""
-        # Words that a normalizer changed could join to the right text by chance.
+        """Indices of words that their ids do not decode to."""
+        # One comparison of the joined text is faster. A normalizer could change two words so that
+        # the joined text is right by chance, so lossy models compare word by word.
         if self.lossless and self._join(chain.from_iterable(ids)) == _to_bytes("".join(written)):
             return []
         return [i for i, w in enumerate(written) if self._join(ids[i]) != _to_bytes(w)]
@@ -173,22 +175,22 @@ class SentencePieceTokenizer:
         words: list[str],
         wrong: list[int],
     ) -> None:
-        """Put spans of tokens where they belong when the pieces of some words are not its text."""
+        """Correct `spans` in place if the pieces of the `wrong` words differ from their text."""
         lengths = np.fromiter((len(_to_bytes(w)) for w in written), np.int64, len(written))
         offsets = np.cumsum(lengths) - lengths
         firsts = np.cumsum(counts) - counts
-        # Where each word's tokens began as if all pieces before were exact.
+        # The offset of each word if all pieces before it were exact.
         assumed = np.append(0, spans[1])[firsts]
         for column in spans:
             column += np.repeat(offsets - assumed, counts)
         for i in wrong:
-            own = slice(firsts[i], firsts[i] + counts[i])
+            tokens = slice(firsts[i], firsts[i] + counts[i])
             lead = "" if self._splitter.is_first(words[i]) else _LEAD
-            # By the normalizer's own alignment.
+            # The model reports which part of its input each piece came from.
             proto = self._model.encode(lead + written[i], out_type="serialized_proto")
             num_lead = len(self._lead_ids) if lead else 0
-            for column, found in zip(spans, surfaces(proto)[1:], strict=True):
-                column[own] = np.array(found[num_lead:]) + (offsets[i] - len(lead))
+            for column, aligned in zip(spans, surfaces(proto)[1:], strict=True):
+                column[tokens] = np.array(aligned[num_lead:]) + (offsets[i] - len(lead))
 
     def _reads_as(self, ids: list[int], text: str) -> bool:
         try:
@@ -232,7 +234,7 @@ class SentencePieceTokenizer:
         if not self._model.is_control(BOS_ID):
             raise DataError(f"tokenizer id {BOS_ID} is not a control piece, train it with bos_id=1")
         unknown = self._model.unk_id()
-        # Without it a space is three byte tokens that decode to U+2581 (Parameter Golf issue 897).
+        # Otherwise a space becomes three byte tokens that decode to U+2581 (Golf issue 897).
         if self._model.piece_to_id(_SPACE_MARK) == unknown:
             raise DataError(
                 "tokenizer has no piece for a space alone (U+2581); train it on text with spaces"
@@ -243,12 +245,12 @@ class SentencePieceTokenizer:
                     f"transform {self.transform_name!r} needs a piece for U+{ord(symbol):04X}, "
                     "the tokenizer has none; train it with this transform or leave it out"
                 )
-        # Operators as text would be credited three bytes each.
+        # Without the transform, each operator would count as three source bytes.
         reserved = range(unknown + 1, min(self._byte_ids))
         if not self.transform.symbols and self._model.piece_to_id("\ue001") in reserved:
             raise DataError(
                 "tokenizer has pieces for case operators (U+E001) but no transform writes them; "
-                "name the transform it was trained with (lever caseops and its like)"
+                "name the transform it was trained with (the lever caseops or a variant)"
             )
 
 
@@ -256,16 +258,16 @@ Tokenizer = SentencePieceTokenizer | ByteTokenizer
 
 
 def open_tokenizer(content: bytes, transform: str = IDENTITY) -> Tokenizer:
-    """The tokenizer in the bytes of its file; a damaged one is refused."""
+    """The tokenizer in the bytes of its file; a damaged file is refused."""
     if not content.lstrip().startswith(b"{"):
         return SentencePieceTokenizer(content, transform)
     if transform != IDENTITY:
-        raise DataError(f"transform {transform!r} does not go with bytes as tokens, leave it out")
+        raise DataError(f"transform {transform!r} does not work with bytes as tokens, leave it out")
     return ByteTokenizer(content)
 
 
 def read_model(path: Path) -> bytes:
-    """The bytes of a tokenizer file, if there is one of a believable size."""
+    """The bytes of a tokenizer file; a missing or huge file is refused."""
     try:
         if path.stat().st_size > MAX_MODEL_BYTES:
             raise DataError(f"{path}: over {MAX_MODEL_BYTES} bytes, not a tokenizer")

@@ -1,8 +1,8 @@
-"""Words to tokens through a table: every distinct word is encoded once, then only looked up.
+"""Words to tokens through a table: every distinct word is encoded once, then looked up.
 
-Splitting at spaces changes no id where no piece holds a space after its first character, which is
-how SentencePiece trains unless told otherwise. English repeats itself, so a lookup replaces most
-of the work: transform, encoder and byte ledger run on new words alone.
+Splitting at spaces changes no id if no piece has a space after its first character, which is the
+default of SentencePiece training. Words repeat in text, so most words are looked up: transform,
+encoder and byte ledger run on new words only.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,19 +14,19 @@ import numpy.typing as npt
 
 from underpar.seams import BOS_ID
 
-# More would not fit the processor's caches; memory stays bounded however long the stream is.
+# A larger table would not fit the CPU caches. The bound also limits memory for endless streams.
 MAX_WORDS = 1 << 18
 MAX_TOKENS = 1 << 22
 
 _FIRST_CAPACITY = 1 << 12
 
-# A word of a document: None is its BOS.
+# A word of a document; None is the BOS of the document.
 Word = str | None
 
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """Tokens of several texts, one after another."""
+    """Tokens of several texts, concatenated."""
 
     tokens: npt.NDArray[np.int32]  # (N,)
     source_bytes: npt.NDArray[np.int32]  # (N,) source bytes of each token
@@ -35,7 +35,7 @@ class Pieces:
 
 
 class _Numbers(dict[Word, int]):
-    """Word -> its row; an unknown word gets the next one and is noted."""
+    """Word -> row of the table; an unknown word gets the next row and is added to `new`."""
 
     def __init__(self) -> None:
         super().__init__({None: 0})
@@ -48,7 +48,7 @@ class _Numbers(dict[Word, int]):
 
 
 class _Column:
-    """An array that grows at its end in place: copies of every size would scatter the memory."""
+    """An array that grows at its end: the capacity doubles, so that copies are rare."""
 
     def __init__(self, dtype: npt.DTypeLike, capacity: int = _FIRST_CAPACITY) -> None:
         self._room = np.empty(capacity, dtype)
@@ -56,11 +56,11 @@ class _Column:
 
     @property
     def values(self) -> npt.NDArray[Any]:
-        """What it holds."""
+        """The stored values."""
         return self._room[: self._size]
 
     def extend(self, values: npt.NDArray[Any]) -> None:
-        """Put more at its end."""
+        """Append values."""
         end = self._size + len(values)
         if end > len(self._room):
             grown = np.empty(max(end, 2 * len(self._room)), self._room.dtype)
@@ -70,7 +70,7 @@ class _Column:
         self._size = end
 
     def emptied(self) -> "_Column":
-        """The same room, or a small one where a single long text had made it large."""
+        """An empty column: the same memory, or new memory if one long text made it very large."""
         if len(self._room) > 2 * MAX_TOKENS:
             return _Column(self._room.dtype)
         self._size = 0
@@ -88,7 +88,7 @@ class WordTable:
         self._clear()
 
     def encode(self, documents: Sequence[list[str]]) -> Pieces:
-        """Tokens of documents given as words, a BOS in front of each."""
+        """Tokens of documents, given as words; BOS is the first token of each document."""
         words: list[Word] = []
         num_words = []
         for document in documents:
@@ -127,7 +127,7 @@ class WordTable:
         try:
             self._append(self._encode_words(new))
         except BaseException:
-            # Words without a row must not be taken for known ones.
+            # These words have a number but no row. Clear, or they would count as known.
             self._clear()
             raise
         assert len(self._counts.values) == len(self._numbers)

@@ -1,9 +1,9 @@
 """Text transforms: bijections of text that run before the tokenizer, by name.
 
-Each is a lever of stage "data" in a file of its own. A transform sees a text word by word, a word
-being what begins at a space, and joins the results: forward(x + y) == forward(x) + forward(y)
-wherever y begins with a space. Its byte law says how many bytes of the source text stand behind
-each code point it writes; over a whole text they add up to the text's length in UTF-8.
+Each transform is a lever of stage "data" in its own file. A transform is applied word by word (a
+word begins at a space), and the results are joined: forward(x + y) == forward(x) + forward(y) if y
+begins with a space. `source_bytes` states how many bytes of the source text each written code point
+stands for. Over a whole text, they add up to the length of the source text in UTF-8.
 """
 
 from importlib import import_module
@@ -16,7 +16,7 @@ from underpar.errors import DataError
 from underpar.recipe import nearest
 from underpar.seams import TextTransform
 
-# Modules by name, imported when used: a bundle carries the transform of its recipe and no other.
+# Modules by name, imported on use: the counted script carries only the transform of its recipe.
 TRANSFORMS = {
     "caseops": "underpar.data.transforms.caseops",
     "caseops_before": "underpar.data.transforms.caseops_before",
@@ -25,7 +25,7 @@ TRANSFORMS = {
 
 
 class Identity:
-    """The text as it is."""
+    """Leaves the text unchanged."""
 
     symbols = ""
 
@@ -61,8 +61,8 @@ def code_points(text: str) -> npt.NDArray[np.uint32]:
 
 
 def utf8_lengths(text: str) -> npt.NDArray[np.int64]:
-    """Bytes of each code point in UTF-8; one for a byte escaped as U+DC80..U+DCFF."""
+    """Bytes of each code point in UTF-8; 1 for a byte escaped as U+DC80..U+DCFF."""
     points = code_points(text)
     lengths = 1 + (points >= 0x80) + (points >= 0x800) + (points >= 0x10000)
-    # "surrogateescape" stands for bytes that are not UTF-8.
+    # "surrogateescape" represents one byte that is not UTF-8 by one such code point.
     return np.where((points >= 0xDC80) & (points <= 0xDCFF), 1, lengths).astype(np.int64)

@@ -53,7 +53,7 @@ class CaseOps:
 
     def forward(self, text: str) -> str:
         """Lower-case text with operators."""
-        # Most words have neither, and this test costs less than the search.
+        # Most words have neither capitals nor symbols, and this test is faster than the search.
         if text.islower() and text.isascii():
             return text
         return self._item.sub(_write_item, text)
@@ -63,7 +63,7 @@ class CaseOps:
         return _WRITTEN.sub(_read_item, text)
 
     def source_bytes(self, text: str) -> npt.NDArray[np.int64]:
-        """Source bytes behind each code point: operators 0, an escaped literal its own."""
+        """Source bytes of each code point: 0 for operators, its UTF-8 length for other text."""
         lengths = utf8_lengths(text)
         points = code_points(text)
         is_symbol = (points >= ord(self.symbols[0])) & (points <= ord(self.symbols[-1]))
