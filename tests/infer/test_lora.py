@@ -15,8 +15,8 @@ from underpar.build.model import build_model
 from underpar.errors import RecipeError
 from underpar.infer.lora import SITES, AdapterKey, Lora
 from underpar.levers.lora_ttt import Settings
+from underpar.model.chunk_cache import ChunkCache
 from underpar.model.gpt import GPT
-from underpar.model.kv_cache import ChunkCache
 from underpar.recipe import load_recipe
 
 ALL_SITES = Settings(sites=SITES, rank=3, lr=0.01)

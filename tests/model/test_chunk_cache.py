@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from lever_stacks import CPU, MODEL, groups_of, randomized, stack_with
 from underpar.data.batch import pack_documents
 from underpar.kernels.attention import attend
+from underpar.model.chunk_cache import ChunkCache
 from underpar.model.gpt import GPT
-from underpar.model.kv_cache import SPAN, ChunkCache, PackedCache
+from underpar.model.kv_cache import SPAN, PackedCache
 from underpar.recipe import ModelSpec, load_recipe
 
 # Largest difference between two ways to compute the same hidden states, fp32.

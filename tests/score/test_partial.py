@@ -31,7 +31,7 @@ from underpar.errors import RunError
 from underpar.infer.lora import Lora
 from underpar.infer.step import forward_step
 from underpar.levers import phased_sgd
-from underpar.model.kv_cache import ChunkCache
+from underpar.model.chunk_cache import ChunkCache
 from underpar.quant.schemes import QuantizedTensor, Scheme
 from underpar.recipe import load_recipe
 from underpar.score import partial as module

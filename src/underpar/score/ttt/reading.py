@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from underpar.data.batch import Segments
-from underpar.model.kv_cache import ChunkCache, PackedCache
+from underpar.model.chunk_cache import ChunkCache
+from underpar.model.kv_cache import PackedCache
 from underpar.recipe import ModelSpec
 from underpar.score.ttt.schedule import Chunk
 
