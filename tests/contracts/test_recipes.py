@@ -21,7 +21,7 @@ from underpar.infer.predictor import Predictor
 from underpar.model.gpt import GPT
 from underpar.model.network import EAGER
 from underpar.recipe import Recipe, list_recipes, load_recipe
-from underpar.seams import MODEL_SEAMS, SINGLE_SEAMS
+from underpar.seams import ModelHook, ModelPlace, methods_of
 from underpar.stages.calibrate import calibrate, needs_calibration
 from underpar.stages.pack import pack_run
 from underpar.stages.train import _begin_run, make_trainer
@@ -102,9 +102,9 @@ def count_calls(model: GPT) -> Counter[str]:
 
         return call
 
-    for seam in MODEL_SEAMS:
+    for seam in methods_of(ModelHook):
         setattr(model.hooks, seam, [counted(hook) for hook in getattr(model.hooks, seam)])
-    for seam in SINGLE_SEAMS:
+    for seam in methods_of(ModelPlace):
         if hook := getattr(model.hooks, seam):
             setattr(model.hooks, seam, counted(hook))
     for block in model.blocks:

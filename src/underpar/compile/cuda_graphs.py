@@ -1,8 +1,8 @@
-"""A step of lanes, recorded once for each width and then replayed: thousands of kernels are one
-launch, where launching them one by one would take longer than running them.
+"""Steps captured as CUDA graphs, once per width, then replayed.
 
-On a GPU a recording is a CUDA graph; elsewhere, or where the host must know what a step reads, the
-step runs again from the same buffers.
+A step launches thousands of kernels; launching them one by one takes longer than running them. A
+captured graph is one launch. On a CPU, or if the host must know what a step reads, the step runs
+again from the same buffers.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class RecordedStep:
 
 
 class Recording:
-    """The kernels of a function, to be launched again."""
+    """The kernels of a function, captured to be launched again; `pool` None: it runs again."""
 
     def __init__(self, function: Callable[[], None], pool: Any) -> None:
         self._function = function
@@ -70,7 +70,7 @@ class Recording:
                 function()
 
     def replay(self) -> None:
-        """Run what was recorded."""
+        """Run what was captured."""
         if self._graph is None:
             self._function()
         else:
@@ -78,10 +78,10 @@ class Recording:
 
 
 def rehearse(*functions: Callable[[], None], device: torch.device) -> None:
-    """Run functions once before they are recorded: compilers and libraries set themselves up."""
+    """Run functions once before they are captured: compilers and libraries set themselves up."""
     side: AbstractContextManager[object] = nullcontext()
     if device.type == "cuda":
-        # Apart from where the recording will be made, as torch asks.
+        # In another stream than the capture, as torch asks.
         torch.cuda.synchronize(device)
         side = torch.cuda.stream(torch.cuda.Stream(device))
     with side:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from underpar.compile.updates import compile_in_place
 from underpar.model.gpt import GPT
 from underpar.recipe import ModelSpec
 from underpar.seams import Visit
@@ -148,9 +149,7 @@ class Lora:
         self._pairs: dict[Place, tuple[Tensor, Tensor]] = {}
         self._descend: Callable[..., None] = _descend
         if compiled:
-            # Not tuned: trials of what writes in place begin with copies, of gigabytes here.
-            options: dict[str, Any] = {"triton.autotune_pointwise": False}
-            self._descend = torch.compile(_descend, fullgraph=True, options=options)
+            self._descend = compile_in_place(_descend)
 
     @property
     def num_parameters(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,11 +24,9 @@ from underpar.core.runtime import Runtime
 from underpar.data.loader import Batch, segments_from_starts
 from underpar.model.gpt import GPT
 from underpar.model.kv_cache import PackedCache
+from underpar.model.network import ROWS, products
 from underpar.recipe import require
 from underpar.seams import BOS_ID
-
-# Rows of logits made at a time: a long document's all at once would not fit.
-ROWS = 8192
 
 MOST_EPOCHS = 100
 
@@ -120,11 +118,6 @@ class SGD:
         """Put a state back."""
         self._num_updates = int(state["num_updates"])
         self._velocity = [state[f"velocity/{i}"].clone() for i in range(len(state) - 1)]
-
-
-def products(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[None]:
-    """Inside, matrix products run in `dtype`; fp32 leaves everything as it is."""
-    return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype=dtype)
 
 
 @contextmanager

@@ -25,10 +25,9 @@ from underpar.data.loader import Batch, Loader, MicroBatch, prefetch, segments_f
 from underpar.errors import ArtifactError, RuleError
 from underpar.model.gpt import GPT
 from underpar.model.kv_cache import PackedCache
-from underpar.model.network import as_scored
+from underpar.model.network import as_scored, products
 from underpar.recipe import require
 from underpar.seams import BOS_ID
-from underpar.train.step import precision
 
 # The tied embedding; its inputs are those of its role as the head.
 HEAD = "embedding.weight"
@@ -230,7 +229,7 @@ def read(text: Text, model: GPT, runtime: Runtime) -> Iterator[Batch]:
 
 def hidden_of(model: GPT, batch: Batch, runtime: Runtime) -> Tensor:
     """What the head reads (N, dim) of a batch, in the precision of training."""
-    with precision(runtime):
+    with products(runtime.device, runtime.dtype):
         return model.hidden(batch.inputs, PackedCache(batch.segments))
 
 

@@ -33,7 +33,7 @@ from underpar.core.dist import sum_over_ranks
 from underpar.core.runtime import Runtime
 from underpar.errors import ArtifactError
 from underpar.model.gpt import GPT
-from underpar.model.network import as_scored
+from underpar.model.network import ROWS, as_scored, products
 from underpar.quant.calibration import (
     HEAD,
     SEED,
@@ -43,12 +43,9 @@ from underpar.quant.calibration import (
     sites_of,
     watching,
 )
-from underpar.train.step import precision
 
 # Of a tensor's mean sensitivity: what a row has at least, however seldom it mattered here.
 FLOOR = 1e-3
-# Rows of logits made at a time: those of a whole batch take gigabytes.
-ROWS = 8192
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,7 +135,7 @@ def _score(
     gradients = []
     for rows in hidden.detach().split(ROWS):
         rows = rows.detach().requires_grad_()
-        with precision(runtime):
+        with products(runtime.device, runtime.dtype):
             raw = F.linear(rows, model.embedding.weight)
         capped = model.cap(raw)
         # Before anything is drawn: a GPU does not survive drawing from NaN.

@@ -24,11 +24,10 @@ from underpar.data.folder import DataFolder
 from underpar.data.loader import Batch, Loader, Place, prefetch
 from underpar.errors import ArtifactError
 from underpar.model.gpt import GPT
-from underpar.model.network import as_scored
+from underpar.model.network import ROWS, as_scored, products
 from underpar.quant.calibration import hidden_of, require_training_split
-from underpar.quant.fisher import ROWS
 from underpar.schema import TrainPart
-from underpar.train.step import precision, step_of
+from underpar.train.step import step_of
 
 NUM_STEPS = 3
 # One in so many tokens is held back, to judge what the others taught.
@@ -192,7 +191,7 @@ class _Problem:
 
     def _look(self, x: Tensor, targets: Tensor, scales: Tensor, biases: Tensor) -> _Look:
         """The same of tokens whose head reads x (n, dim), with numbers by token (V,)."""
-        with precision(self.runtime):
+        with products(self.runtime.device, self.runtime.dtype):
             z = self.model.head(x)
         z, own = z.float(), targets[:, None]
         log_p = torch.addcmul(biases, z, scales).log_softmax(-1)

@@ -23,10 +23,9 @@ from underpar.core.runtime import Runtime
 from underpar.data.loader import Batch
 from underpar.errors import ArtifactError, RecipeError
 from underpar.model.gpt import GPT
-from underpar.model.network import as_scored
+from underpar.model.network import ROWS, as_scored, products
 from underpar.quant.calibration import Text, hidden_of, read
-from underpar.quant.fisher import ROWS, frozen
-from underpar.train.step import precision
+from underpar.quant.fisher import frozen
 
 BETAS = (0.9, 0.99)
 # One in so many batches is held back, to judge what the others taught.
@@ -171,7 +170,7 @@ class _Student:
 
     def _apart(self, own: Tensor, other: Tensor) -> Tensor:
         """Summed divergence in nats of the two heads, each of what it reads (n, dim)."""
-        with precision(self.runtime):
+        with products(self.runtime.device, self.runtime.dtype):
             logits = self.model.head(own)
             with torch.no_grad():
                 wanted = self.teacher.head(other)

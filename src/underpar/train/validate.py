@@ -23,11 +23,7 @@ from underpar.data.loader import pack_documents
 from underpar.data.shards import Shard
 from underpar.model.gpt import GPT
 from underpar.model.kv_cache import PackedCache
-from underpar.model.network import as_scored
-from underpar.train.step import precision
-
-# Rows of logits made at a time: those of a whole pass take gigabytes.
-ROWS = 8192
+from underpar.model.network import ROWS, as_scored, products
 
 
 @dataclass(frozen=True)
@@ -106,7 +102,7 @@ class Validator:
     def _price(self, model: GPT) -> Tensor:
         """Nats (P,) of each pass. Other ranks' stay 0, so that a sum does not depend on ranks."""
         nats = torch.zeros(len(self._passes), device=self._runtime.device)
-        with precision(self._runtime):
+        with products(self._runtime.device, self._runtime.dtype):
             for index in range(self._runtime.rank, len(self._passes), self._runtime.world):
                 nats[index] = self._price_pass(model, self._passes[index])
         return nats

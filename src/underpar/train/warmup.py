@@ -16,9 +16,9 @@ from underpar.compile.startup import end_warm_up
 from underpar.core.runtime import Runtime
 from underpar.data.loader import Batch, Loader, MicroBatch
 from underpar.data.made_up import made_up_batch
-from underpar.model.network import Eager, Network
+from underpar.model.network import Eager, Network, products
 from underpar.schema import TrainPart
-from underpar.train.step import mean_loss, precision
+from underpar.train.step import mean_loss
 
 # Moments of training at which the order of visits is looked up.
 MOMENTS = tuple(i / 20 for i in range(21))
@@ -59,7 +59,7 @@ def _passes(
 
 
 def _lose(model: Network, batch: Batch, runtime: Runtime, run: Eager) -> Tensor:
-    with precision(runtime):
+    with products(runtime.device, runtime.dtype):
         return mean_loss(model, batch.to(runtime.device), run)
 
 

@@ -15,9 +15,9 @@ from underpar.compile.cuda_graphs import RecordedStep
 from underpar.core.runtime import Clock
 from underpar.infer.lora import Lora
 from underpar.infer.predictor import Predictor
-from underpar.infer.sgd import products
 from underpar.kernels.attention import BACKENDS, backend_of
 from underpar.model.gpt import Block
+from underpar.model.network import products
 from underpar.score.ttt.forward import Answer, CompiledPricing, Given, Pricing, price_rows
 from underpar.score.ttt.reading import KeptLanes, Reading, Rows, Sizes, upload
 from underpar.score.ttt.schedule import Turn
