@@ -22,9 +22,8 @@ from torch import Tensor
 from underpar.core.dist import sum_over_ranks
 from underpar.core.runtime import Runtime
 from underpar.data.loader import Batch, segments_from_starts
-from underpar.model.gpt import GPT
 from underpar.model.kv_cache import PackedCache
-from underpar.model.network import ROWS, products
+from underpar.model.network import ROWS, Network, products
 from underpar.recipe import require
 from underpar.seams import BOS_ID
 
@@ -134,7 +133,7 @@ def gradients_on(parameters: Sequence[Tensor]) -> Iterator[None]:
             parameter.requires_grad_(asked).grad = grad
 
 
-def backward(model: GPT, batch: Batch, num_targets: int, dtype: torch.dtype) -> None:
+def backward(model: Network, batch: Batch, num_targets: int, dtype: torch.dtype) -> None:
     """Add the gradients of the batch's nats, divided by `num_targets`."""
     device = batch.inputs.device
     with products(device, dtype):
@@ -151,7 +150,7 @@ def backward(model: GPT, batch: Batch, num_targets: int, dtype: torch.dtype) -> 
 
 
 def train_on_stream(
-    model: GPT,
+    model: Network,
     stream: npt.NDArray[Any],
     chunk_tokens: int,
     context: int,

@@ -24,8 +24,7 @@ from underpar.core.runtime import Clock, Runtime, process_age_seconds
 from underpar.core.tensor_files import save_tensors
 from underpar.data.loader import Batch, Loader
 from underpar.kernels.attention import backend_of
-from underpar.model.gpt import GPT
-from underpar.model.network import EAGER, Eager
+from underpar.model.network import EAGER, Eager, Network
 from underpar.recipe import TrainPart
 from underpar.seams import Averager, Disguise, Penalty
 from underpar.train import schedule
@@ -61,7 +60,7 @@ class LastTime:
 class Trainer:
     """Everything one run needs; `run` takes it from its checkpoint, or the start, to the end."""
 
-    model: GPT
+    model: Network
     loader: Loader
     part: TrainPart
     runtime: Runtime
