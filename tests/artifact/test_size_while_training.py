@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,13 +30,13 @@ from underpar.core.tensor_files import read_tensors
 from underpar.data.folder import load_data
 from underpar.data.loader import MicroBatch
 from underpar.data.made_up import made_up_batch
+from underpar.model.network import Eager
 from underpar.quant.rounding import as_rows, stored_steps
 from underpar.quant.rules import quantize_model
 from underpar.quant.schemes import parse_scheme
 from underpar.recipe import Recipe, load_recipe
 from underpar.stages.train import make_trainer
 from underpar.submit.bundle import bundle
-from underpar.train.loop import Trainer
 from underpar.train.optim import Optimizer
 from underpar.train.step import mean_loss
 
@@ -204,14 +205,16 @@ def test_the_code_is_counted_once_and_late() -> None:
     assert asked == [1]
 
 
-def tick_per_micro_batch(trainer: Trainer, now: list[float]) -> None:
-    """Have every micro-batch of training take half a second of a made-up clock."""
+class Slow(Eager):
+    """Takes half a second of a made-up clock per micro-batch; a step has two of them."""
 
-    def tick(module: torch.nn.Module, args: object) -> None:
-        # Validation embeds tokens too, with modules in evaluation mode.
-        now[0] += 0.5 if module.training else 0.0
+    def __init__(self, now: list[float]) -> None:
+        self.now = now
 
-    trainer.model.embedding.register_forward_pre_hook(tick)
+    def end(self, *args: Any) -> Any:
+        """Wait, and compute the loss."""
+        self.now[0] += 0.5
+        return super().end(*args)
 
 
 def test_metrics_say_the_size_where_it_is_due(
@@ -233,9 +236,7 @@ def test_metrics_say_the_size_where_it_is_due(
         seen.append({name: weight.clone() for name, weight in weights.items()})
         return size_of(weights)
 
-    # Two micro-batches per step: a step takes a second.
-    tick_per_micro_batch(trainer, now)
-    trainer.size_of = slow_size_of
+    trainer.runner, trainer.size_of = Slow(now), slow_size_of
     assert trainer.run()
     lines = list(trainer.folder.metrics())
     # The clock of training stands still meanwhile.
@@ -261,7 +262,7 @@ def test_a_resumed_run_forecasts_where_an_unbroken_one_does(
         trainer = make_trainer(recipe, data, RunFolder(tmp_path), runtime)
         trainer.size_of = lambda weights: 7
 
-        tick_per_micro_batch(trainer, now)
+        trainer.runner = Slow(now)
         trainer.run(lambda line: line["step"] == stop_at)
         return list(trainer.folder.metrics())
 

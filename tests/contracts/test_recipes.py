@@ -19,9 +19,9 @@ from underpar.core.runtime import Runtime
 from underpar.data.folder import load_data
 from underpar.infer.predictor import Predictor
 from underpar.model.gpt import GPT
-from underpar.model.hooks import SEAMS
 from underpar.model.network import EAGER
 from underpar.recipe import Recipe, list_recipes, load_recipe
+from underpar.seams import ModelHook, ModelPlace, methods_of
 from underpar.stages.calibrate import calibrate_run, needs_calibration
 from underpar.stages.pack import pack_run
 from underpar.stages.train import begin_run, make_trainer
@@ -102,7 +102,7 @@ def count_calls(model: GPT) -> Counter[str]:
 
         return call
 
-    for seam in SEAMS:
+    for seam in (*methods_of(ModelHook), *methods_of(ModelPlace)):
         hooks = getattr(model.hooks, seam)
         if isinstance(hooks, list):
             setattr(model.hooks, seam, [counted(hook) for hook in hooks])

@@ -22,6 +22,7 @@ from underpar.data.build import BuildOptions, build_data
 from underpar.data.folder import load_data
 from underpar.errors import RecipeError, RunError
 from underpar.model.gpt import GPT
+from underpar.model.network import Eager
 from underpar.recipe import Recipe, load_recipe, to_toml
 from underpar.stages.train import make_trainer, train
 from underpar.train.feed import Feed
@@ -173,10 +174,14 @@ def test_a_broken_loss_stops_with_its_batches_and_spares_the_checkpoint(
     recipe = load_recipe("baseline+cpu", [*sets, f"train.log_every={log_every}"])
     folder = RunFolder(tmp_path)
     trainer = make_trainer(recipe, load_data(tiny_data), folder, runtime)
-    whole_loss = trainer._loss_of
-    trainer._loss_of = lambda model, batch: (
-        whole_loss(model, batch) * (float("nan") if trainer.position.step == 5 else 1.0)
-    )
+
+    class Broken(Eager):
+        """Loses its loss in the sixth step."""
+
+        def end(self, *args: Any) -> Any:
+            return super().end(*args) * (float("nan") if trainer.position.step == 5 else 1.0)
+
+    trainer.runner = Broken()
     with pytest.raises(RunError, match="step 6: the loss is nan"):
         trainer.run()
     batches, about = read_batches(tmp_path / "broken.safetensors")
@@ -253,15 +258,16 @@ def test_17_the_training_clock_stands_still_while_the_held_out_text_is_priced(
     now = [5.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     trainer = trainer_of(recipe, tiny_data, tmp_path, runtime)
-    plain_loss = trainer._loss_of
     trainer.validator = SlowValidator(trainer.validator, now)
 
-    def loss_of(model: torch.nn.Module, batch: Any) -> torch.Tensor:
-        # Two micro-batches a step: a step takes a second.
-        now[0] += 0.5
-        return plain_loss(model, batch)
+    class Slow(Eager):
+        """Takes half a second per micro-batch; a step has two of them."""
 
-    trainer._loss_of = loss_of
+        def end(self, *args: Any) -> Any:
+            now[0] += 0.5
+            return super().end(*args)
+
+    trainer.runner = Slow()
     assert trainer.run()
     lines = list(trainer.folder.metrics())
     assert [line["seconds"] for line in lines] == [1, 2, 3, 4, 5, 6, 7]

@@ -34,6 +34,7 @@ from underpar.data.batch import Batch
 from underpar.data.folder import load_data
 from underpar.data.loader import Loader
 from underpar.errors import UnderparError
+from underpar.model.network import Eager
 from underpar.quant.files import read_measured
 from underpar.recipe import load_recipe
 from underpar.stages.train import make_trainer, train
@@ -279,13 +280,15 @@ def break_loss(data: Path, folder: Path, runtime: Runtime) -> None:
     """Train until the second rank's share of a step is no number."""
     recipe = load_recipe("baseline+cpu", SETS)
     trainer = make_trainer(recipe, load_data(data), RunFolder(folder), runtime)
-    whole_loss = trainer._loss_of
 
-    def loss_of(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        broken = runtime.rank == 1 and trainer.position.step == BROKEN_STEP - 1
-        return whole_loss(model, batch) * (float("nan") if broken else 1.0)
+    class Broken(Eager):
+        """Loses the second rank's loss in one step."""
 
-    trainer._loss_of = loss_of
+        def end(self, *args: Any) -> Any:
+            broken = runtime.rank == 1 and trainer.position.step == BROKEN_STEP - 1
+            return super().end(*args) * (float("nan") if broken else 1.0)
+
+    trainer.runner = Broken()
     trainer.run()
 
 

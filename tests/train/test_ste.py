@@ -229,7 +229,8 @@ def test_true_weights_are_stepped_averaged_and_saved(
 
         monkeypatch.setattr(owner, method, watched)
 
-    watch("pass", trainer, "_loss_of")
+    trainer.runner = Eager()
+    watch("pass", trainer.runner, "end")
     watch("step", trainer.optimizer, "step")
     watch("average", trainer.averagers[0], "update")
     assert trainer.run()
@@ -258,10 +259,13 @@ def test_a_failing_pass_leaves_the_true_weights(tiny_data: Path, tmp_path: Path)
     trainer = trainer_of(tiny_data, tmp_path, "levers.ste.start=0.0")
     before = {name: w.clone() for name, w in trainer.model.state_dict().items()}
 
-    def fail(model: nn.Module, batch: Batch) -> Tensor:
-        raise MemoryError
+    class Failing(Eager):
+        """Runs out of memory in every pass."""
 
-    trainer._loss_of = fail
+        def end(self, *args: Any) -> Any:
+            raise MemoryError
+
+    trainer.runner = Failing()
     with pytest.raises(MemoryError):
         trainer.run()
     assert all(torch.equal(w, before[name]) for name, w in trainer.model.state_dict().items())
@@ -279,14 +283,15 @@ def test_penalties_read_the_true_weights(tiny_data: Path, tmp_path: Path) -> Non
             seen.append(weight.clone())
             return model.get_parameter("blocks.0.attn.q.weight").sum()
 
-    plain_loss = trainer._loss_of
+    class Watched(Eager):
+        """Remembers the weight of every pass."""
 
-    def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-        passes.append(weight.clone())
-        return plain_loss(model, batch)
+        def end(self, *args: Any) -> Any:
+            passes.append(weight.clone())
+            return super().end(*args)
 
     trainer.penalties.append(Reader())
-    trainer._loss_of = loss_of
+    trainer.runner = Watched()
     assert not trainer.run(lambda line: True)
     assert len(seen) == 1 and torch.equal(seen[0], true)
     assert len(passes) == 2 and not any(torch.equal(found, true) for found in passes)

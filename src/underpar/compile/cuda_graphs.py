@@ -1,6 +1,7 @@
-"""A function recorded once and then replayed: on a GPU a CUDA graph, whose kernels are one launch.
+"""A function captured once as a CUDA graph, then replayed.
 
-Without a memory pool the function runs again instead.
+A step launches thousands of kernels, and launching them one by one takes longer than running them.
+A captured graph is one launch. Without a memory pool the function runs again instead.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 
 
 class Recording:
-    """The kernels of a function, to be launched again."""
+    """The kernels of a function, captured to be launched again; `pool` None: it runs again."""
 
     def __init__(self, function: Callable[[], None], pool: Any) -> None:
         self._function = function
@@ -24,7 +25,7 @@ class Recording:
                 function()
 
     def replay(self) -> None:
-        """Run what was recorded."""
+        """Run what was captured."""
         if self._graph is None:
             self._function()
         else:
@@ -32,10 +33,10 @@ class Recording:
 
 
 def rehearse(*functions: Callable[[], None], device: torch.device) -> None:
-    """Run functions once before they are recorded: compilers and libraries set themselves up."""
+    """Run functions once before they are captured: compilers and libraries set themselves up."""
     side: AbstractContextManager[object] = nullcontext()
     if device.type == "cuda":
-        # Apart from where the recording will be made, as torch asks.
+        # In another stream than the capture, as torch asks.
         torch.cuda.synchronize(device)
         side = torch.cuda.stream(torch.cuda.Stream(device))
     with side:

@@ -1,9 +1,10 @@
-"""A pass that computes nothing, for compilers: regions are traced one after the other, and the
-kernels of one are compiled by other processes while the next is traced.
+"""A first pass that only traces, so that kernels of all regions compile in parallel.
 
-Inductor waits for a graph's kernels before it hands the graph over, and a region cannot be traced
-before the one in front of it has given its outputs. Here kernels are waited for where they are
-first run, and outputs of the first pass are tensors of the right shape without values.
+Inductor normally waits for the kernels of a graph before it returns the graph, and a region cannot
+be traced before the region before it has returned its outputs. So regions would compile one after
+the other. In a pass that only traces, kernels are waited for when they are first run, and outputs
+are tensors of the right shape without values: worker processes compile the kernels of one region
+while the next region is traced.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from torch import Tensor, fx
 
 
 class LazyKernel:
-    """Stands for a kernel, by name in the module that runs it, until it is asked for."""
+    """Stands for a kernel that a worker process still compiles; its first use waits for it.
+
+    The kernel then takes this object's place in the module that runs it.
+    """
 
     def __init__(self, future: Any, scope: dict[str, Any], name: str) -> None:
         self._future, self._scope, self._name = future, scope, name
@@ -30,28 +34,32 @@ class LazyKernel:
         return getattr(self._kernel(), name)
 
     def __call__(self, *args: Any) -> Any:
-        """Run it, where a kernel is a function."""
+        """Run the kernel, if kernels are functions."""
         return self._kernel()(*args)
 
 
 @contextmanager
 def kernels_later() -> Iterator[None]:
-    """Inside, inductor does not wait for kernels, and compiles backward passes at once too."""
+    """Inside, inductor does not wait for kernels, and compiles forward and backward passes
+    together.
+
+    Inductor has no option for the first: its method that waits is replaced.
+    """
     from torch._functorch import config
     from torch._inductor.async_compile import AsyncCompile
 
     wait, lazy = "_wait_futures", "force_non_lazy_backward_lowering"
-    # Not in every version: without them compiling takes longer, nothing else.
+    # Not every version of torch has both. Without them compiling only takes longer.
     if not hasattr(AsyncCompile, wait) or not hasattr(config, lazy):
         yield
         return
-    own = getattr(AsyncCompile, wait)
+    original = getattr(AsyncCompile, wait)
     setattr(AsyncCompile, wait, _make_lazy)
     try:
         with config.patch({lazy: True}):
             yield
     finally:
-        setattr(AsyncCompile, wait, own)
+        setattr(AsyncCompile, wait, original)
 
 
 def _make_lazy(_: Any, scope: dict[str, Any]) -> None:
@@ -61,21 +69,22 @@ def _make_lazy(_: Any, scope: dict[str, Any]) -> None:
 
 
 def outputs_like(graph: fx.GraphModule, args: Sequence[Any]) -> Any:
-    """Tensors as a traced graph would return them, without values; what it passes through as it is.
+    """What a traced graph would return, as tensors without values.
 
-    Its tracer has left an example at every node; sizes that may differ are those of `args`.
+    Inputs that the graph returns are returned as they are. The tracer has left an example at every
+    node; sizes that differ from pass to pass are those of `args`.
     """
     nodes = list(graph.graph.nodes)
-    given = dict(zip((n for n in nodes if n.op == "placeholder"), args, strict=True))
+    inputs = dict(zip((n for n in nodes if n.op == "placeholder"), args, strict=True))
     sizes = {}
-    for node, arg in given.items():
-        for named, size in zip(*map(_sizes, (node.meta["example_value"], arg)), strict=True):
-            if isinstance(named, torch.SymInt) and named.node.expr.is_symbol:
-                sizes[named.node.expr] = int(size)
+    for node, arg in inputs.items():
+        for symbol, size in zip(*map(_sizes, (node.meta["example_value"], arg)), strict=True):
+            if isinstance(symbol, torch.SymInt) and symbol.node.expr.is_symbol:
+                sizes[symbol.node.expr] = int(size)
 
     def output(value: Any) -> Any:
-        if not isinstance(value, fx.Node) or value in given:
-            return given.get(value, value)
+        if not isinstance(value, fx.Node) or value in inputs:
+            return inputs.get(value, value)
         return _without_values(value.meta["example_value"], sizes)
 
     return tuple(output(value) for value in nodes[-1].args[0])
@@ -91,6 +100,8 @@ def _without_values(like: Any, sizes: Mapping[Any, int]) -> Any:
 
     if not isinstance(like, Tensor):
         return settle(like)
-    shape, strides = ([settle(size) for size in own] for own in (like.shape, like.stride()))
+    shape, strides = (
+        [settle(size) for size in sizes_of] for sizes_of in (like.shape, like.stride())
+    )
     empty = torch.empty_strided(shape, strides, dtype=like.dtype, device=like.device)
     return empty.requires_grad_(like.requires_grad)

@@ -284,8 +284,9 @@ def _inductor(graph: fx.GraphModule, inputs: list[Any]) -> Any:
 class Sharing:
     """A backend that compiles equal graphs once.
 
-    A row of a stacked weight, `weight[layer]`, is taken outside of the graph: in it, the number of
-    the layer would make every layer's graph its own.
+    A lever may keep a row per layer in one weight and read `weight[layer]`. Inside a graph the
+    number of the layer would make the graph of each layer another one. So rows by number are taken
+    out: they become inputs of the graph.
     """
 
     def __init__(self, compiler: Compiler) -> None:
@@ -293,11 +294,11 @@ class Sharing:
         self.is_trace_only = False
         self._compiler = compiler
         self._known: dict[object, Callable[..., Any]] = {}
-        # Of one pass through the model: weight -> its rows.
+        # In one forward pass: id of a weight -> its rows.
         self._rows: dict[int, tuple[Tensor, ...]] = {}
 
     def __call__(self, graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        """Compile `graph`, or find what an equal one became."""
+        """Compile `graph`, or find what an equal graph was compiled to."""
         graph, rows = take_rows_out(graph)
         examples = [node.meta["example_value"] for node in _inputs(graph)]
         assert len(examples) == len(inputs) + len(rows)
@@ -319,20 +320,20 @@ class Sharing:
         return call
 
     def begin_pass(self) -> None:
-        """Begin another pass: weights may have changed."""
+        """Begin another forward pass: weights may have changed."""
         self._rows.clear()
 
     def _row(self, weight: Tensor, row: int) -> Tensor:
-        # Taken apart as a whole: the gradients of all rows are put together once.
+        # All rows at once: autograd then puts their gradients together once.
         if id(weight) not in self._rows:
             self._rows[id(weight)] = weight.unbind()
         return self._rows[id(weight)][row]
 
 
 def take_rows_out(graph: fx.GraphModule) -> tuple[fx.GraphModule, list[tuple[int, int]]]:
-    """A copy in which each `input[number]` is an input itself, with place and number of each.
+    """A copy of the graph in which each `input[number]` is an input of its own.
 
-    The new inputs come last.
+    Also the place of the input and the number, for each new input. New inputs come last.
     """
     copy = fx.Graph()
     copy.output(copy.graph_copy(graph.graph, {}))
@@ -357,21 +358,21 @@ def _inputs(graph: fx.GraphModule) -> list[fx.Node]:
 
 
 def _text(graph: fx.GraphModule) -> str:
-    """A graph without the names of its nodes."""
+    """The operations of a graph as text, without the names of nodes: equal for equal graphs."""
     places = {node: f"%{place}" for place, node in enumerate(graph.graph.nodes)}
     lines = []
     for node in graph.graph.nodes:
         target = "" if node.op == "placeholder" else node.target
         if node.op == "get_attr":
-            # The body of a higher-order operator; anything else is like nothing but itself.
-            held = getattr(graph, node.target)
-            target = _text(held) if isinstance(held, fx.GraphModule) else id(held)
+            # The body of a higher-order operator. Anything else equals only itself.
+            value = getattr(graph, node.target)
+            target = _text(value) if isinstance(value, fx.GraphModule) else id(value)
         lines.append((node.op, target, fx.map_arg((node.args, node.kwargs), places.__getitem__)))
     return repr(lines)
 
 
 def _describe(example: Any) -> object:
-    """What a compiler may know of an input; sizes that may differ are all the same to it."""
+    """What a graph may depend on in an input; sizes that differ from pass to pass are alike."""
     if not isinstance(example, Tensor):
         return type(example)
     sizes = (s if isinstance(s, int) else "any" for s in (*example.shape, *example.stride()))

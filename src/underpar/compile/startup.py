@@ -1,38 +1,32 @@
-"""Start-up while torch compiles: the compiler's workers, and turns of threads."""
+"""Start-up while torch compiles: the compiler's worker processes, and the GIL."""
 
 from __future__ import annotations
 
 import sys
 import threading
 from contextlib import suppress
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    pass
-
 
 from underpar.core.runtime import Runtime
 
-# Seconds for which a thread keeps the interpreter from others that wait. With the usual ones a
-# thread that leaves it for an operation of torch may wait so long to come back: beside a busy one,
-# tracing a model took 87 s instead of 9, and takes 21 with short turns. A step gains nothing.
-SHORT_TURN, USUAL_TURN = 0.0005, 0.005
+# sys.setswitchinterval, in seconds, while torch compiles and otherwise. Every torch call releases
+# the GIL. With the default of 5 ms, getting the GIL back from a busy thread dominates tracing: 9 s
+# alone, 87 s beside a busy thread, 21 s with 0.5 ms. Step time does not change.
+WARM_UP_INTERVAL, DEFAULT_INTERVAL = 0.0005, 0.005
 
-
-# Cleared while the compiler's workers are about to start.
+# Cleared from `warm_compiler` until the compiler's workers have started.
 _workers_started = threading.Event()
 _workers_started.set()
 
 
 def warm_compiler(runtime: Runtime) -> None:
-    """Where training compiles for a GPU, load the compiler and start its workers on the side.
+    """If training compiles for a GPU, load the compiler and start its workers in a thread.
 
-    torch's own backend does so; another's would first miss them at its first kernel. Threads take
-    short turns from here to `end_warm_up`.
+    torch's own backend does so. Another backend, such as ours, would start them at its first
+    kernel, too late. From here to `end_warm_up` threads switch ten times as often.
     """
     if not runtime.compiled or runtime.device.type != "cuda":
         return
-    sys.setswitchinterval(SHORT_TURN)
+    sys.setswitchinterval(WARM_UP_INTERVAL)
     _workers_started.clear()
 
     def load() -> None:
@@ -40,7 +34,7 @@ def warm_compiler(runtime: Runtime) -> None:
             _start_workers()
         finally:
             _workers_started.set()
-        # Later: workers take longer to start than this to load.
+        # After the workers: they take longer to start than the compiler takes to load.
         _load_compiler()
 
     threading.Thread(target=load, name="warm compiler", daemon=True).start()
@@ -56,34 +50,35 @@ def _start_workers() -> None:
 
 
 def _load_compiler() -> None:
-    # First what the main thread would not wait for but do too: the key of all caches, and Triton's
-    # driver, which a C compiler builds.
+    # First what the main thread would otherwise do itself at the same time: the key of all caches,
+    # and Triton's driver, which a C compiler builds.
     from torch._inductor import codecache
     from torch._inductor.runtime import compile_tasks
     from torch.utils import _triton
 
-    # Workers use torch's own assembler, if there is one, and its version is part of a kernel's key:
-    # chosen here too before the first key, so that what one compiles the other finds.
+    # Workers use torch's own assembler if there is one, and its version is part of a kernel's key.
+    # Chosen here before the first key is made: this process then finds what workers compiled.
     same_assembler = getattr(compile_tasks, "_set_triton_ptxas_path", None)
     if same_assembler is not None:
         same_assembler()
     if hasattr(codecache, "CacheBase"):
         codecache.CacheBase.get_system()
-    # Where there is no driver, the first kernel says so.
+    # Without a driver, the first kernel reports the error.
     with suppress(ImportError, RuntimeError):
         _triton.triton_hash_with_backend()
     from torch._inductor import compile_fx  # noqa: F401
 
 
 def wait_for_workers() -> None:
-    """Where the compiler's workers are about to start, wait until they do.
+    """If the compiler's workers are about to start, wait until they have.
 
-    Before that torch reads all of its source, thousands of small files, and a busy thread takes its
-    turn after each: 13.5 s beside the first compilation of FlashAttention-4, at most 2.9 without.
+    To start them torch reads all of its source, thousands of small files. A busy thread takes the
+    GIL after each file: 13.5 s beside the first compilation of FlashAttention-4, at most 2.9 s
+    without it.
     """
     _workers_started.wait()
 
 
 def end_warm_up() -> None:
-    """All is compiled: threads take their usual turns again."""
-    sys.setswitchinterval(USUAL_TURN)
+    """Everything is compiled: threads switch at the default interval again."""
+    sys.setswitchinterval(DEFAULT_INTERVAL)

@@ -1,9 +1,9 @@
-"""Functions of a model as graphs, traced while they run once on tensors without values.
+"""Traces functions of a network to torch.fx graphs, ten times as fast as Dynamo.
 
-Dynamo reads bytecode, and writes down what must hold for a graph to be used again. A model is
-plainer: what it computes follows from its arguments and from its modules' own settings, which are
-looked at in every pass here. So it is enough to note its operations (as torch.fx does with proxies,
-arXiv:2112.08429): about a tenth of the time for each.
+Dynamo reads bytecode and writes guards: conditions under which a graph may be used again. A network
+needs less. What it computes follows from its arguments and from plain settings of its modules. So
+the function runs once on tensors without values while its operations are noted (as torch.fx does
+with proxies, arXiv:2112.08429), and arguments and settings are the key of the graph.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-# A graph and what stands for its inputs -> the function that runs it.
+# A graph and examples of its inputs -> the function that runs the graph.
 Compiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
-# Where an input is found: its place among the arguments' tensors, or a module's table and a name.
+# Where an input is found in every call: its place among the tensors of the arguments, or the table
+# of parameters or buffers of a module, and a name in it.
 Source = int | tuple[Mapping[str, Any], str]
 
 
 class Traced:
-    """A function of modules, tensors and what holds them; compiled for each kind of arguments.
+    """A function of modules, tensors and containers of them, compiled once per kind of arguments.
 
-    It changes no argument and returns tensors and plain values, in tuples and dictionaries.
+    The function may change no argument. It returns tensors and plain values, in tuples and
+    dictionaries.
     """
 
     def __init__(self, function: Callable[..., Any], compiler: Compiler) -> None:
@@ -50,12 +52,13 @@ class Traced:
         with tracer:
             returned = self._function(*args)
         leaves, form = tree_flatten(returned)
-        # What is passed through takes no part in the graph; what is returned twice is made once.
+        # A tensor that is only passed through takes no part in the graph. A tensor that is returned
+        # twice is an output once.
         made = list({id(leaf): leaf for leaf in leaves if tracer.made(leaf)}.values())
         plain = {id(leaf): leaf for leaf in leaves if not isinstance(leaf, Tensor)}
         others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not tracer.made(leaf)]
         passed = {id(leaf): tracer.source(leaf) for leaf in others}
-        # Nothing may be left to compute.
+        # If nothing is computed, nothing is compiled.
         graph = tracer.graph_of(made)
         run = self._compiler(graph, tracer.examples) if made else lambda *_: ()
         inputs, order = tracer.sources, [id(leaf) for leaf in leaves]
@@ -63,9 +66,9 @@ class Traced:
 
         def replay(tensors: Sequence[Tensor]) -> Any:
             outputs = run(*(_fetch(source, tensors) for source in inputs))
-            found = plain | dict(zip(names, outputs, strict=True))
-            found |= {name: _fetch(source, tensors) for name, source in passed.items()}
-            return tree_unflatten([found[name] for name in order], form)
+            values = plain | dict(zip(names, outputs, strict=True))
+            values |= {name: _fetch(source, tensors) for name, source in passed.items()}
+            return tree_unflatten([values[name] for name in order], form)
 
         return replay
 
@@ -74,18 +77,22 @@ def _fetch(source: Source, tensors: Sequence[Tensor]) -> Tensor:
     if isinstance(source, int):
         return tensors[source]
     table, name = source
-    found: Tensor = table[name]
-    return found
+    tensor: Tensor = table[name]
+    return tensor
 
 
 def autocasts() -> Hashable:
-    """What operations are cast to before they are computed; part of no graph."""
+    """The precision that autocast casts operations to. It is part of the key: no graph shows it."""
     on = (kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in on)
 
 
 def settings_of(model: nn.Module) -> Hashable:
-    """All that modules hold in plain values: numbers, names, flags."""
+    """All plain values that modules hold: numbers, names, flags.
+
+    They are read by reflection in every pass, so that a changed setting (a loop that is switched
+    on, say) is another key and never runs a stale graph. It takes about a millisecond.
+    """
     return tuple(
         (name, value)
         for module in model.modules()
@@ -95,18 +102,18 @@ def settings_of(model: nn.Module) -> Hashable:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it is compared by what it says, not by which object it is."""
+    """Whether a value is compared by its content, as a number is, and not by its identity."""
     return type(value).__hash__ not in (None, object.__hash__)
 
 
 def _kinds(value: Any, tensors: list[Tensor]) -> Iterator[Hashable]:
-    """What of an argument decides over a graph; its tensors are put into the list."""
+    """What an argument contributes to the key of a graph; its tensors are appended to the list."""
     if isinstance(value, Tensor):
         yield next((i for i, known in enumerate(tensors) if known is value), None)
         yield _sizes(value), value.stride(), value.dtype, value.device, value.requires_grad
         tensors.append(value)
     elif isinstance(value, nn.Module):
-        # Itself, not its number: another may have that once it is gone.
+        # The module, not its id: another module may get the id once this one is gone.
         yield value
     elif isinstance(value, Mapping):
         yield tuple(value)
@@ -123,13 +130,13 @@ def _kinds(value: Any, tensors: list[Tensor]) -> Iterator[Hashable]:
 
 
 def _sizes(tensor: Tensor) -> tuple[int | None, ...]:
-    """None where a size may differ, as `torch._dynamo.mark_dynamic` has marked it."""
+    """The shape, with None for a size that `torch._dynamo.mark_dynamic` says may differ."""
     varying = getattr(tensor, "_dynamo_dynamic_indices", ())
     return tuple(None if dim in varying else size for dim, size in enumerate(tensor.shape))
 
 
 class Tracer(TorchFunctionMode):
-    """Notes operations; tensors from outside become inputs in the order of their first use."""
+    """Notes operations as a graph; tensors from outside become inputs in order of first use."""
 
     def __init__(self, tensors: Sequence[Tensor], modules: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -142,7 +149,7 @@ class Tracer(TorchFunctionMode):
         self._last_input: fx.Node | None = None
         self._autocasts = autocasts()
         self._fake_mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
-        # Tensor without values, by identity -> the tensor itself, so that it lives, and its node.
+        # id of a tensor without values -> the tensor, which keeps the id valid, and its node.
         self._nodes: dict[int, tuple[Tensor, fx.Node]] = {}
         self._stand_ins: dict[int, Tensor] = {}
         self._places: dict[int, Source] = {
@@ -155,11 +162,11 @@ class Tracer(TorchFunctionMode):
         self._places |= {id(tensor): i for i, tensor in reversed(list(enumerate(tensors)))}
 
     def made(self, leaf: Any) -> bool:
-        """Whether an operation made it."""
+        """Whether an operation in the graph made this tensor."""
         return id(leaf) in self._nodes
 
     def source(self, tensor: Tensor) -> Source:
-        """Where a tensor from outside is found again."""
+        """Where a tensor from outside is found in every call."""
         if id(tensor) not in self._places:
             shape = tuple(tensor.shape)
             raise RuntimeError(
@@ -169,14 +176,14 @@ class Tracer(TorchFunctionMode):
         return self._places[id(tensor)]
 
     def graph_of(self, outputs: Sequence[Tensor]) -> fx.GraphModule:
-        """What was noted, for these outputs."""
+        """The graph that computes these outputs."""
         self._graph.output(tuple(self._nodes[id(tensor)][1] for tensor in outputs))
         return fx.GraphModule(nn.Module(), self._graph)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run an operation without values and note it, if tensors come of it."""
+        """Run an operation without values and note it, if its result has tensors."""
         if autocasts() != self._autocasts:
             raise RuntimeError("a traced function changes autocast; do so around it")
         args, kwargs = map_aggregate((args, kwargs or {}), self._stand_in)
@@ -201,7 +208,7 @@ class Tracer(TorchFunctionMode):
             self.sources.append(self.source(tensor))
             fake = self._stand_ins[id(tensor)] = self._without_values(tensor)
             self.examples.append(fake)
-            # Behind the other inputs, before all that is noted.
+            # After the other inputs, before all operations.
             with self._graph.inserting_after(self._last_input):
                 self._last_input = self._graph.placeholder(f"input_{len(self.examples)}")
             self._note(fake, self._last_input)
@@ -234,7 +241,7 @@ class Tracer(TorchFunctionMode):
 
 
 def _call(graph: fx.Graph, func: Any, args: Any, kwargs: Any) -> fx.Node:
-    """An operation as Dynamo would note it."""
+    """An operation as Dynamo would write it, which inductor expects."""
     if func is Tensor.__getitem__:
         return graph.call_function(operator.getitem, args)
     if func.__name__ == "__get__":
@@ -246,5 +253,5 @@ def _call(graph: fx.Graph, func: Any, args: Any, kwargs: Any) -> fx.Node:
 
 @cache
 def _methods() -> dict[Any, str]:
-    """Methods of tensors -> names; a function may call itself by another."""
-    return {own: name for name in dir(Tensor) if callable(own := getattr(Tensor, name))}
+    """Methods of Tensor -> their names; the `__name__` of a method may be another one."""
+    return {method: name for name in dir(Tensor) if callable(method := getattr(Tensor, name))}

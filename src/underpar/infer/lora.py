@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from underpar.compile.updates import compile_in_place
 from underpar.model.gpt import GPT
 from underpar.recipe import ModelSpec, require
 from underpar.seams import Visit
@@ -151,10 +152,7 @@ class Lora:
         self._pairs: dict[AdapterKey, tuple[Tensor, Tensor]] = {}
         self.adamw: Callable[..., None] = _adamw
         if compiled:
-            # No tuning: each trial of a kernel that writes in place begins with a copy of its
-            # buffers, which are gigabytes here.
-            options: dict[str, Any] = {"triton.autotune_pointwise": False}
-            self.adamw = torch.compile(_adamw, fullgraph=True, options=options)
+            self.adamw = compile_in_place(_adamw)
 
     @property
     def num_parameters(self) -> int:

@@ -25,10 +25,10 @@ from torch import Tensor
 
 from underpar.data.batch import Batch
 from underpar.errors import RuleError
-from underpar.infer.sgd import backward, gradients_on, products
+from underpar.infer.sgd import backward, gradients_on
 from underpar.model.gpt import GPT
 from underpar.model.kv_cache import LaneCache, PackedCache
-from underpar.model.sliced_head import ROWS
+from underpar.model.network import ROWS, products
 from underpar.seams import Adapter, KVCache
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,8 +22,8 @@ from torch import Tensor
 from underpar.core.dist import sum_over_ranks
 from underpar.core.runtime import Runtime
 from underpar.data.batch import Batch, segments_from_starts
-from underpar.model.gpt import GPT
 from underpar.model.kv_cache import PackedCache
+from underpar.model.network import Network, products
 from underpar.model.sliced_head import backward_head
 from underpar.recipe import require
 from underpar.seams import BOS_ID
@@ -121,11 +121,6 @@ class SGD:
         self._velocity = [state[f"velocity/{i}"].clone() for i in range(len(state) - 1)]
 
 
-def products(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[None]:
-    """Inside, matrix products run in `dtype` (autocast); fp32 changes nothing."""
-    return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype=dtype)
-
-
 @contextmanager
 def gradients_on(parameters: Sequence[Tensor]) -> Iterator[None]:
     """Inside, `parameters` collect gradients, starting from none; after it they are as before."""
@@ -140,7 +135,7 @@ def gradients_on(parameters: Sequence[Tensor]) -> Iterator[None]:
             parameter.requires_grad_(required).grad = grad
 
 
-def backward(model: GPT, batch: Batch, num_targets: int, dtype: torch.dtype) -> None:
+def backward(model: Network, batch: Batch, num_targets: int, dtype: torch.dtype) -> None:
     """Add the gradients of the batch's summed nats divided by `num_targets`."""
     device = batch.inputs.device
     with products(device, dtype):
@@ -155,7 +150,7 @@ def backward(model: GPT, batch: Batch, num_targets: int, dtype: torch.dtype) -> 
 
 
 def train_on_stream(
-    model: GPT,
+    model: Network,
     stream: npt.NDArray[Any],
     chunk_tokens: int,
     context: int,

@@ -8,13 +8,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from underpar.schema import ModelSpec
 from underpar.seams import KVCache, Stream, Visit
+
+# Rows of logits made at a time: all logits of a long text take gigabytes.
+ROWS = 8192
+
+
+def products(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[None]:
+    """Inside, matrix products run in `dtype`; fp32 leaves everything as it is."""
+    return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype=dtype)
 
 
 class Eager:

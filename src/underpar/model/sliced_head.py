@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-# Tokens whose logits are made at a time.
-ROWS = 8192
+from underpar.model.network import ROWS
 
 
 def backward_head(hidden: Tensor, wanted: Tensor, loss: Callable[[Tensor, Tensor], Tensor]) -> None:

@@ -26,10 +26,9 @@ from underpar.data.loader import Loader, MicroBatch, prefetch
 from underpar.errors import ArtifactError, RuleError
 from underpar.model.gpt import GPT
 from underpar.model.kv_cache import PackedCache
-from underpar.model.network import as_scored
+from underpar.model.network import as_scored, products
 from underpar.recipe import require
 from underpar.seams import BOS_ID
-from underpar.train.step import precision
 
 # The tied embedding; its inputs here are those of the head.
 HEAD = "embedding.weight"
@@ -231,7 +230,7 @@ def read(text: Text, model: GPT, runtime: Runtime) -> Iterator[Batch]:
 
 def hidden_of(model: GPT, batch: Batch, runtime: Runtime) -> Tensor:
     """Hidden states (N, dim) of a batch, in the precision of training."""
-    with precision(runtime):
+    with products(runtime.device, runtime.dtype):
         return model.hidden(batch.inputs, PackedCache(batch.segments))
 
 

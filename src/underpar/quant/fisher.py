@@ -34,8 +34,7 @@ from underpar.core.dist import sum_over_ranks
 from underpar.core.runtime import Runtime
 from underpar.errors import ArtifactError
 from underpar.model.gpt import GPT
-from underpar.model.network import as_scored
-from underpar.model.sliced_head import ROWS
+from underpar.model.network import ROWS, as_scored, products
 from underpar.quant.calibration import (
     HEAD,
     SEED,
@@ -45,7 +44,6 @@ from underpar.quant.calibration import (
     sites_of,
     watching,
 )
-from underpar.train.step import precision
 
 # Rows have at least this share of the mean sensitivity of their tensor, however rare they were.
 FLOOR = 1e-3
@@ -141,7 +139,7 @@ def _score(
     gradients = []
     for rows in hidden.detach().split(ROWS):
         rows = rows.detach().requires_grad_()
-        with precision(runtime):
+        with products(runtime.device, runtime.dtype):
             raw = F.linear(rows, model.embedding.weight)
         capped = model.cap(raw)
         # Checked before sampling: on a GPU, sampling from NaN kills the process.

@@ -25,11 +25,10 @@ from underpar.data.folder import DataFolder
 from underpar.data.loader import Loader, Place, prefetch
 from underpar.errors import ArtifactError
 from underpar.model.gpt import GPT
-from underpar.model.network import as_scored
-from underpar.model.sliced_head import ROWS
+from underpar.model.network import ROWS, as_scored, products
 from underpar.quant.calibration import hidden_of, require_training_split
 from underpar.schema import TrainPart
-from underpar.train.step import precision, step_of
+from underpar.train.step import step_of
 
 # Steps of Newton's method.
 NUM_STEPS = 3
@@ -212,7 +211,7 @@ class LogitProblem:
 
     def _measure_slice(self, x: Tensor, targets: Tensor, scales: Tensor, biases: Tensor) -> Sums:
         """The sums of tokens with hidden states x (n, dim); the numbers are given by token (V,)."""
-        with precision(self.runtime):
+        with products(self.runtime.device, self.runtime.dtype):
             z = self.model.head(x)
         z, index = z.float(), targets[:, None]
         log_p = torch.addcmul(biases, z, scales).log_softmax(-1)

@@ -23,12 +23,11 @@ from underpar.core.runtime import Runtime
 from underpar.data.batch import Batch
 from underpar.errors import ArtifactError, RecipeError
 from underpar.model.gpt import GPT
-from underpar.model.network import as_scored
-from underpar.model.sliced_head import ROWS, backward_head
+from underpar.model.network import ROWS, as_scored, products
+from underpar.model.sliced_head import backward_head
 from underpar.quant.calibration import Text, hidden_of, read
 from underpar.quant.fisher import frozen
 from underpar.quant.schemes import QuantizedModel
-from underpar.train.step import precision
 
 BETAS = (0.9, 0.99)
 # One in this many batches is held back, to judge the values that the others give.
@@ -195,7 +194,7 @@ class _Student:
 
     def _sum_divergence(self, x: Tensor, teacher_x: Tensor) -> Tensor:
         """Divergence in nats, summed over tokens, from the hidden states (n, dim) of both."""
-        with precision(self.runtime):
+        with products(self.runtime.device, self.runtime.dtype):
             logits = self.model.head(x)
             with torch.no_grad():
                 wanted = self.teacher.head(teacher_x)

@@ -1,7 +1,7 @@
-"""The training loop, on one screen: progress, step, average, log, checkpoint, stop.
+"""The training loop: `Trainer.run` reads from top to bottom.
 
-The held-out text is priced, and the packed size forecast, in pauses of the training clock: both
-only report.
+The loss of a batch is in step.py, the network in model/gpt.py. The held-out text is priced, and the
+packed size forecast, while the training clock stands still: both only report.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from underpar.core.dist import ask_main, from_main, may_fail, require_on_main, r
 from underpar.core.run_folder import RunFolder, write_atomic, write_json
 from underpar.core.runtime import Clock, Runtime, process_age_seconds
 from underpar.core.tensor_files import save_tensors
-from underpar.data.loader import Loader
+from underpar.data.loader import Batch, Loader
 from underpar.kernels.attention import backend_of
-from underpar.model.gpt import GPT
-from underpar.model.network import EAGER
+from underpar.model.network import EAGER, Eager, Network
 from underpar.recipe import TrainPart
 from underpar.seams import Averager, Disguise, Penalty
 from underpar.train import schedule
@@ -40,7 +39,7 @@ from underpar.train.step import accumulate, sum_penalties
 from underpar.train.validate import Validation, Validator
 from underpar.train.warmup import warm_up
 
-# A logged line -> whether to stop there.
+# Is given each logged line; True asks for the end of the run.
 OnStep = Callable[[dict[str, Any]], bool | None]
 # Weights by name -> bytes of the artifact, if they were packed now.
 SizeOf = Callable[[Mapping[str, torch.Tensor]], int]
@@ -50,10 +49,18 @@ UNCOUNTED = ("compile", "validate", "size")
 
 
 @dataclass
+class LastTime:
+    """When once-in-a-while work was last done, in seconds of the training clock."""
+
+    logged: float = 0.0
+    sized: float = 0.0
+
+
+@dataclass
 class Trainer:
     """Everything one run needs; `run` takes it from its checkpoint, or the start, to the end."""
 
-    model: GPT
+    model: Network
     loader: Loader
     part: TrainPart
     runtime: Runtime
@@ -65,6 +72,8 @@ class Trainer:
     penalties: list[Penalty] = field(default_factory=list)
     disguises: list[Disguise] = field(default_factory=list)
     size_of: SizeOf | None = None
+    runner: Eager = field(init=False)
+    """Runs the parts of each forward pass: as they are written, or compiled."""
 
     def __post_init__(self) -> None:
         self.optimizer = Optimizer(self.model, self.part, self.runtime)
@@ -72,153 +81,157 @@ class Trainer:
         peak = peak_flops(self.runtime.device)
         self.meter = Meter(Clock("train"), peak and peak * self.runtime.world)
         self.events = EventWriter(self.folder.path)
-        # Step and loss: read where the device is waited for anyway.
-        self._last = (0, torch.zeros(()))
-        self._logged_seconds = 0.0
-        self._sized_seconds = 0.0
-        # From the command to the first step, compilation and all.
-        self._start_seconds = 0.0
-        self._run = TracedRun() if self.runtime.compiled else EAGER
+        self.last_time = LastTime()
+        self.runner = TracedRun() if self.runtime.compiled else EAGER
         for averager in self.averagers:
             averager.start(self._weights())
 
     def run(self, on_step: OnStep | None = None) -> bool:
         """Train until the budget is spent (True) or a signal asks to stop (False)."""
-        self._resume()
-        if self.runtime.compiled:
-            with self.meter.clock.phase("compile"):
-                warm_up(self.model, self.loader, self.part, self.runtime, self._run)
+        part, runtime, clock = self.part, self.runtime, self.meter.clock
         step_tokens = self.loader.step_tokens
-        before, started = self.position.seconds, self._spent_seconds()
-        self._start_seconds = process_age_seconds()
-        saved = time.perf_counter()
-        self.meter.start(self.position.step * step_tokens, before)
-        stop = False
-        with interruptible() as interrupted, closing(Feed(self.loader, self.runtime)) as feed:
+        self._resume()
+        if runtime.compiled:
+            with clock.phase("compile"):
+                warm_up(self.model, self.loader, part, runtime, self.runner)
+        seconds_before, started = self.position.seconds, self._counted_seconds()
+        # From the command to the first step, compilation included.
+        start_seconds = process_age_seconds()
+        self.meter.start(self.position.step * step_tokens, seconds_before)
+        saved_at = time.perf_counter()
+        stop, loss = False, None
+        with interruptible() as interrupted, closing(Feed(self.loader, runtime)) as feed:
             while True:
-                seconds, step = self.position.seconds, self.position.step
-                flops = self.position.flops
-                p = schedule.progress(self.part, seconds, step, step * step_tokens, flops)
-                p = from_main(-1.0 if stop or interrupted() else p, self.runtime)
+                # The main rank decides for all ranks whether another step is taken.
+                position, step = self.position, self.position.step
+                p = schedule.progress(
+                    part, position.seconds, step, step * step_tokens, position.flops
+                )
+                p = from_main(-1.0 if stop or interrupted() else p, runtime)
                 if p < 0 or p >= 1:
                     break
-                record = self._step(p, feed)
-                # One reading a step decides, is logged and is saved: a resumed run agrees.
-                seconds = before + self._spent_seconds() - started
-                flops += step_tokens * self._token_flops()
-                self.position = replace(self.position, step=step + 1, seconds=seconds, flops=flops)
-                record |= self._validate_if_due()
-                with may_fail(self.runtime):
-                    stop = self._log(record, on_step)
-                    if time.perf_counter() - saved >= self.part.checkpoint_seconds:
-                        self.checkpoint()
-                        saved = time.perf_counter()
-        with may_fail(self.runtime):
-            self.checkpoint()
+
+                # The schedule of this step. After a change of context, rates rise again.
+                context = schedule.context_at(part, p)
+                changed = bool(context) and position.context not in (0, context)
+                changed_at = step if changed else position.changed_at
+                lr_scale = schedule.lr_scale(part, p)
+                if changed_at >= 0:
+                    lr_scale *= schedule.rewarm(part, step - changed_at)
+                momentum, decay_scale = schedule.momentum(part, p), schedule.decay_scale(part, p)
+
+                # A single training step.
+                self.model.set_progress(p)
+                loss = self._accumulate(feed.at(step, context), step, p)
+                norm = self.optimizer.step(lr_scale, momentum, decay_scale)
+                for averager in self.averagers:
+                    averager.update(self._weights(), step + 1)
+
+                # Bookkeeping. One reading of the clock per step decides, is logged and is saved,
+                # so a resumed run agrees.
+                seconds = seconds_before + self._counted_seconds() - started
+                flops = step_tokens * self._token_flops(context)
+                self.position = position = replace(
+                    position,
+                    step=step + 1,
+                    seconds=seconds,
+                    flops=position.flops + flops,
+                    context=context or 0,
+                    changed_at=changed_at,
+                )
+                line: dict[str, Any] = {"step": step + 1, "progress": p, "lr_scale": lr_scale}
+                line |= {"loss": loss, "norm": norm} | ({"context": context} if context else {})
+                is_logged = position.step % part.log_every == 0
+
+                # Once in a while: price the held-out text. All ranks take part.
+                if is_logged and self._validation_is_due(seconds):
+                    validation = self._validate()
+                    line["val_bpb"] = validation.live_bpb
+                    if validation.average_bpb is not None:
+                        line["average_val_bpb"] = validation.average_bpb
+
+                # An error on the main rank ends all ranks.
+                with may_fail(runtime):
+                    # Once in a while: write a line of metrics.
+                    if is_logged and runtime.is_main:
+                        line = self._complete(line, start_seconds)
+                        self._write(line)
+                        self._stop_if_broken(loss)
+                        stop = bool(on_step and on_step(line))
+                    # Once in a while: save everything a resumed run needs.
+                    if time.perf_counter() - saved_at >= part.checkpoint_seconds:
+                        self._checkpoint(loss)
+                        saved_at = time.perf_counter()
+
+        with may_fail(runtime):
+            self._checkpoint(loss)
             if p >= 1:
                 self._save_weights()
         # No rank goes on before all is written.
-        finished = from_main(p, self.runtime) >= 1
+        finished = from_main(p, runtime) >= 1
         if finished:
             self._report()
         return finished
 
-    def _spent_seconds(self) -> float:
-        """Seconds of this start that the budget counts; they stand still while others pass."""
+    def _accumulate(self, batches: Iterator[Batch], step: int, p: float) -> torch.Tensor:
+        """Leave the gradients of one global batch on every rank; returns its mean loss."""
+        with ExitStack() as disguised:
+            for lever in self.disguises:
+                disguised.enter_context(lever.disguise(self._weights(), p))
+
+            def penalty() -> torch.Tensor | None:
+                # Penalties read the true weights.
+                disguised.close()
+                return sum_penalties(self.penalties, self.model, step, p)
+
+            num_micro = self.loader.num_micro_batches
+            return accumulate(self.model, batches, num_micro, self.runtime, self.runner, penalty)
+
+    def _counted_seconds(self) -> float:
+        """Seconds of this start that the budget counts."""
         phases = self.meter.clock.read()
         return sum(spent for name, spent in phases.items() if name not in UNCOUNTED)
 
-    def _step(self, p: float, feed: Feed) -> dict[str, Any]:
-        step = self.position.step
-        context = self._stage(p)
-        scale = schedule.lr_scale(self.part, p)
-        if self.position.changed_at >= 0:
-            scale *= schedule.rewarm(self.part, step - self.position.changed_at)
-        self.model.set_progress(p)
-        num_micro = self.loader.num_micro_batches
-        batches = feed.at(step, context)
-        with ExitStack() as disguise:
-            for lever in self.disguises:
-                disguise.enter_context(lever.disguise(self._weights(), p))
-
-            def penalty() -> torch.Tensor | None:
-                # What reads the weights alone reads the true ones.
-                disguise.close()
-                return sum_penalties(self.penalties, self.model, step, p)
-
-            loss = accumulate(self.model, batches, num_micro, self.runtime, self._run, penalty)
-        decay_scale = schedule.decay_scale(self.part, p)
-        norm = self.optimizer.step(scale, schedule.momentum(self.part, p), decay_scale)
-        for averager in self.averagers:
-            averager.update(self._weights(), step + 1)
-        self._last = (step + 1, loss)
-        record = {"step": step + 1, "progress": p, "lr_scale": scale, "loss": loss, "norm": norm}
-        return record | ({"context": context} if context else {})
-
-    def _stage(self, p: float) -> int | None:
-        """The context of this step; a change of it is noted, so that rates rise again."""
-        context = schedule.context_at(self.part, p)
-        if context and self.position.context not in (0, context):
-            self.position = replace(self.position, changed_at=self.position.step)
-        self.position = replace(self.position, context=context or 0)
-        return context
-
-    def _log(self, record: dict[str, Any], on_step: OnStep | None) -> bool:
-        """Write and show a line where one is due; True asks for the end of the run."""
-        if not self.runtime.is_main or record["step"] % self.part.log_every:
-            return False
-        tokens = self.loader.step_tokens * record["step"]
-        line = {key: float(v) if isinstance(v, torch.Tensor) else v for key, v in record.items()}
-        line |= {"tokens": tokens, "seconds": self.position.seconds, "flops": self.position.flops}
-        line["epochs"] = self.loader.num_epochs(record["step"])
-        line["start_seconds"] = self._start_seconds
-        line |= self.forecast.see(line)
-        line |= self._forecast_size_if_due(line)
-        line |= self.meter.read(tokens, self.position.seconds, self._token_flops())
-        if self.runtime.device.type == "cuda":
-            line["memory_bytes"] = torch.cuda.max_memory_allocated()
-        with self.folder.metrics_file.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-        self.events.write(record["step"], line)
-        self._check()
-        return bool(on_step and on_step(line))
-
-    def _token_flops(self) -> float:
-        """Operations a token of the last step, forward and backward."""
+    def _token_flops(self, context: int | None) -> float:
+        """Operations per token, forward and backward, of a step cut at `context` or as planned."""
         planned = fmean(micro.context for micro in self.loader.plan)
-        context = self.position.context or planned
-        return flops_per_token(self.model.spec, self.model.plan, context)
+        return flops_per_token(self.model.spec, self.model.plan, context or planned)
 
-    def _validate_if_due(self) -> dict[str, float]:
-        """Fields of the metrics line in which a pass over the held-out text is due."""
+    def _validation_is_due(self, seconds: float) -> bool:
+        """Whether a multiple of `validate_every_seconds` has passed since the last logged step."""
         every = self.part.validate_every_seconds
-        if not every or self.position.step % self.part.log_every:
-            return {}
-        seconds, before = self.position.seconds, self._logged_seconds
-        self._logged_seconds = seconds
-        # Clocks of ranks differ, and a pass takes all of them.
-        if not from_main(float(seconds // every > before // every), self.runtime):
-            return {}
-        found = self._validate()
-        average_bpb = found.average_bpb
-        line = {"val_bpb": found.live_bpb}
-        return line if average_bpb is None else line | {"average_val_bpb": average_bpb}
+        if not every:
+            return False
+        before, self.last_time.logged = self.last_time.logged, seconds
+        # Clocks of ranks differ, and a validation takes all of them: the main rank decides.
+        return bool(from_main(float(seconds // every > before // every), self.runtime))
 
     def _validate(self) -> Validation:
         """Price the held-out text, outside the training clock."""
-        # What the device still has to do of training is training's time.
+        # What the device still has to do for training is training's time.
         self.runtime.synchronize()
         with self.meter.clock.phase("validate"):
             average = self.averagers[-1].average() if self.averagers else None
             return self.validator.run(self.model, average)
 
-    def _forecast_size_if_due(self, line: dict[str, Any]) -> dict[str, int]:
-        """Field of a metrics line with a validation, or so many seconds after the last such one."""
-        passed = self.position.seconds - self._sized_seconds
-        if "val_bpb" not in line and passed < self.part.checkpoint_seconds:
-            return {}
-        self._sized_seconds = self.position.seconds
-        return self._forecast_size()
+    def _complete(self, line: dict[str, Any], start_seconds: float) -> dict[str, Any]:
+        """A line of metrics: what the step gave, with budgets spent, forecasts and speed."""
+        position, tokens = self.position, self.loader.step_tokens * self.position.step
+        line = {key: float(v) if isinstance(v, torch.Tensor) else v for key, v in line.items()}
+        line |= {"tokens": tokens, "seconds": position.seconds, "flops": position.flops}
+        line["epochs"] = self.loader.num_epochs(position.step)
+        line["start_seconds"] = start_seconds
+        line |= self.forecast.see(line)
+        # The size is forecast with each validation, and as often as checkpoints are written.
+        since = position.seconds - self.last_time.sized
+        if "val_bpb" in line or since >= self.part.checkpoint_seconds:
+            self.last_time.sized = position.seconds
+            line |= self._forecast_size()
+        token_flops = self._token_flops(position.context)
+        line |= self.meter.read(tokens, position.seconds, token_flops)
+        if self.runtime.device.type == "cuda":
+            line["memory_bytes"] = torch.cuda.max_memory_allocated()
+        return line
 
     def _forecast_size(self) -> dict[str, int]:
         """Bytes of the artifact if it were packed now, outside the training clock."""
@@ -228,9 +241,14 @@ class Trainer:
         with self.meter.clock.phase("size"):
             return {"forecast_bytes": self.size_of(self._packed_weights())}
 
-    def _check(self) -> None:
-        """End a run whose loss broke, before a checkpoint of it is written."""
-        step, loss = self._last
+    def _write(self, line: dict[str, Any]) -> None:
+        with self.folder.metrics_file.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        self.events.write(line["step"], line)
+
+    def _stop_if_broken(self, loss: torch.Tensor) -> None:
+        """End a run whose last loss broke, before a checkpoint of it is written."""
+        step = self.position.step
         reason = self.guard.check(step, float(loss))
         if reason is not None:
             path, context = self.folder.path / "broken.safetensors", self.position.context or None
@@ -240,33 +258,35 @@ class Trainer:
         return dict(self.model.state_dict())
 
     def _packed_weights(self) -> dict[str, torch.Tensor]:
-        """What packing gets."""
+        """The weights that packing gets: the last average, if there is one."""
         return self.averagers[-1].average() if self.averagers else self._weights()
 
-    def checkpoint(self) -> None:
-        """Write everything a resumed run needs, atomically."""
+    def _checkpoint(self, loss: torch.Tensor | None) -> None:
+        """Write everything a resumed run needs, atomically; `loss` is that of the last step."""
         if not self.runtime.is_main:
             return
-        self._check()
+        if loss is not None:
+            self._stop_if_broken(loss)
         parts = {"model": self._weights(), "optimizer": self.optimizer.state()}
         parts |= {f"average{i}": a.state() for i, a in enumerate(self.averagers)}
         with self.meter.clock.phase("checkpoint"):
             save_checkpoint(self.folder.checkpoint_file, self.position, parts)
 
     def _resume(self) -> None:
-        file, own = self.folder.checkpoint_file, self.position
-        require_same(f"recipe {own.recipe_hash}, data {own.data_identity}", self.runtime)
+        """Continue from the checkpoint, or clear what an earlier start left without one."""
+        file, start = self.folder.checkpoint_file, self.position
+        require_same(f"recipe {start.recipe_hash}, data {start.data_identity}", self.runtime)
         require_on_main(file, self.runtime)
         # One rank reads for all: nodes need not share a folder, nor can they differ in the step.
-        found = ask_main(
-            lambda: read_checkpoint(file, own) if file.exists() else None, self.runtime
+        checkpoint = ask_main(
+            lambda: read_checkpoint(file, start) if file.exists() else None, self.runtime
         )
-        if found is None:
+        if checkpoint is None:
             if self.runtime.is_main:
                 self.folder.metrics_file.unlink(missing_ok=True)
                 self.folder.validation_file.unlink(missing_ok=True)
             return
-        self.position, parts = found
+        self.position, parts = checkpoint
         # Reading restored the random state where the file was read.
         torch.set_rng_state(ask_main(torch.get_rng_state, self.runtime))
         self.model.load_state_dict(parts["model"])
@@ -279,9 +299,9 @@ class Trainer:
             for line in kept:
                 self.guard.check(line["step"], line["loss"])
                 self.forecast.see(line)
-                self._logged_seconds = line["seconds"]
+                self.last_time.logged = line["seconds"]
                 if "forecast_bytes" in line:
-                    self._sized_seconds = line["seconds"]
+                    self.last_time.sized = line["seconds"]
             write_atomic(self.folder.metrics_file, "".join(json.dumps(m) + "\n" for m in kept))
 
     def _save_weights(self) -> None:
@@ -291,11 +311,11 @@ class Trainer:
 
     def _report(self) -> None:
         """Price text and size of the final weights, before they are quantized."""
-        found = self._validate()
+        validation = self._validate()
         if self.runtime.is_main:
             step, seconds = self.position.step, self.position.seconds
             about = {"step": step, "seconds": seconds, "tokens": step * self.loader.step_tokens}
-            values = found.as_dict() | self._forecast_size()
+            values = validation.as_dict() | self._forecast_size()
             chosen = {"attention": backend_of(self.runtime.device, self.runtime.dtype)}
             write_json(self.folder.validation_file, about | values | chosen)
 

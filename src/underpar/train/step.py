@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -15,7 +14,7 @@ from underpar.data.batch import Batch
 from underpar.data.loader import MicroBatch, make_step
 from underpar.kernels.capped import capped_cross_entropy
 from underpar.model.kv_cache import PackedCache
-from underpar.model.network import EAGER, Eager, Network
+from underpar.model.network import EAGER, Eager, Network, products
 from underpar.schema import TrainPart
 from underpar.seams import Penalty, Stream
 
@@ -46,13 +45,6 @@ def stream_loss(network: Network, stream: Stream, targets: Tensor, fused: bool) 
     return capped_cross_entropy(logits, targets, network.spec.softcap, fused)
 
 
-def precision(runtime: Runtime) -> AbstractContextManager[None]:
-    """bf16 products on a GPU, fp32 elsewhere."""
-    if runtime.dtype == torch.float32:
-        return nullcontext()
-    return torch.autocast(runtime.device.type, dtype=runtime.dtype)
-
-
 def sum_penalties(
     penalties: Sequence[Penalty], model: nn.Module, step: int, p: float
 ) -> Tensor | None:
@@ -77,7 +69,7 @@ def accumulate(
     total = torch.zeros((), device=runtime.device)
     for _ in range(num_micro_batches // runtime.world):
         batch = next(batches).to(runtime.device, non_blocking=True)
-        with precision(runtime):
+        with products(runtime.device, runtime.dtype):
             loss = mean_loss(network, batch, run) / num_micro_batches
         loss.backward()
         total += loss.detach()

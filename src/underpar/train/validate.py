@@ -21,13 +21,8 @@ from underpar.core.dist import sum_over_ranks
 from underpar.core.runtime import Runtime
 from underpar.data.batch import pack_documents
 from underpar.data.shards import Shard
-from underpar.model.gpt import GPT
 from underpar.model.kv_cache import PackedCache
-from underpar.model.network import as_scored
-from underpar.train.step import precision
-
-# Rows of logits made at a time: those of a whole pass take gigabytes.
-ROWS = 8192
+from underpar.model.network import ROWS, Network, as_scored, products
 
 
 @dataclass(frozen=True)
@@ -77,7 +72,7 @@ class Validator:
         self._runtime = runtime
 
     @torch.no_grad()
-    def run(self, model: GPT, average: Mapping[str, Tensor] | None) -> Validation:
+    def run(self, model: Network, average: Mapping[str, Tensor] | None) -> Validation:
         """Price with the model's weights, then with `average`; all ranks take part.
 
         The model comes back as it was.
@@ -103,15 +98,15 @@ class Validator:
             seconds=time.perf_counter() - started,
         )
 
-    def _price(self, model: GPT) -> Tensor:
+    def _price(self, model: Network) -> Tensor:
         """Nats (P,) of each pass. Other ranks' stay 0, so that a sum does not depend on ranks."""
         nats = torch.zeros(len(self._passes), device=self._runtime.device)
-        with precision(self._runtime):
+        with products(self._runtime.device, self._runtime.dtype):
             for index in range(self._runtime.rank, len(self._passes), self._runtime.world):
                 nats[index] = self._price_pass(model, self._passes[index])
         return nats
 
-    def _price_pass(self, model: GPT, documents: range) -> Tensor:
+    def _price_pass(self, model: Network, documents: range) -> Tensor:
         """Nats of all targets of some documents."""
         docs = [self._shard.doc(i) for i in documents]
         batch, _ = pack_documents(docs, int(docs[0][0]), model.spec.context)
@@ -129,7 +124,7 @@ class Validator:
 
 
 @contextmanager
-def _holding(model: GPT, weights: Mapping[str, Tensor]) -> Iterator[None]:
+def _holding(model: Network, weights: Mapping[str, Tensor]) -> Iterator[None]:
     """Inside, the model has `weights`; behind it, its own, bit for bit and in place."""
     own = {name: weight.clone() for name, weight in model.state_dict().items()}
     try:

@@ -17,9 +17,9 @@ from underpar.core.runtime import Runtime
 from underpar.data.batch import Batch
 from underpar.data.loader import Loader, MicroBatch
 from underpar.data.made_up import made_up_batch
-from underpar.model.network import Eager, Network
+from underpar.model.network import Eager, Network, products
 from underpar.schema import TrainPart
-from underpar.train.step import mean_loss, precision
+from underpar.train.step import mean_loss
 
 # Moments of training at which the order of visits is looked up.
 MOMENTS = tuple(i / 20 for i in range(21))
@@ -60,7 +60,7 @@ def _passes(
 
 
 def _lose(model: Network, batch: Batch, runtime: Runtime, run: Eager) -> Tensor:
-    with precision(runtime):
+    with products(runtime.device, runtime.dtype):
         return mean_loss(model, batch.to(runtime.device), run)
 
 

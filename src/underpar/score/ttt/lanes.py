@@ -14,10 +14,10 @@ from torch import Tensor
 from underpar.core.runtime import Clock
 from underpar.infer.lora import Lora
 from underpar.infer.predictor import Predictor
-from underpar.infer.sgd import products
 from underpar.infer.step import StepInputs, StepOutputs, forward_step
 from underpar.kernels.attention import BACKENDS, backend_of
 from underpar.model.gpt import Block
+from underpar.model.network import products
 from underpar.score.ttt.forward import CapturedStep, CompiledForward, Forward
 from underpar.score.ttt.reading import HostInputs, KeptLanes, Reading, StepShapes, upload
 from underpar.score.ttt.schedule import Chunk
