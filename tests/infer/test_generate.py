@@ -13,7 +13,7 @@ from tiny import TinyRun
 from trained import OPERATORS, TRANSFORM_NAMES, any_text, lossless, lossy
 from underpar.api import Model
 from underpar.errors import UnderparError
-from underpar.infer.generate import Sampling, _Writer, choose, generate
+from underpar.infer.generate import Sampling, TextWriter, choose, generate
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def test_senseless_options_are_refused(model: Model, bad: dict[str, float]) -> N
         model.generate("x", **bad)
 
 
-def write_all(writer: _Writer, tokens: np.ndarray | list[int]) -> str:
+def write_all(writer: TextWriter, tokens: np.ndarray | list[int]) -> str:
     return "".join([*(writer.write(int(token)) for token in tokens), writer.finish()])
 
 
@@ -76,13 +76,13 @@ def write_all(writer: _Writer, tokens: np.ndarray | list[int]) -> str:
 @example(text="The Big Red NASA\n\nA iPhone \ue001 The\ue004 \ue005\ue006A")
 def test_tokens_one_by_one_give_the_text(name: str, text: str) -> None:
     for tokenizer in (lossless(name), lossless(name, cross_words=True), lossy(name)):
-        assert write_all(_Writer(tokenizer), tokenizer.encode(text.encode())) == text
+        assert write_all(TextWriter(tokenizer), tokenizer.encode(text.encode())) == text
 
 
 @pytest.mark.parametrize("name", TRANSFORM_NAMES)
 def test_words_do_not_wait_for_the_end(name: str) -> None:
     tokenizer = lossless(name)
-    writer = _Writer(tokenizer)
+    writer = TextWriter(tokenizer)
     written = ""
     for num_done in range(5):
         for token in tokenizer.encode(b" One TWO Three"):
@@ -98,7 +98,7 @@ def test_an_impossible_sequence_is_still_text(name: str, data: st.DataObject) ->
     tokenizer = lossless(name)
     operators = st.integers(4, 3 + len(tokenizer.transform.symbols))
     tokens = data.draw(st.lists(st.one_of(operators, st.integers(0, tokenizer.vocab_size - 1))))
-    text = write_all(_Writer(tokenizer), tokens)
+    text = write_all(TextWriter(tokenizer), tokens)
     letters = tokenizer.written(tokens).decode("utf-8", "replace").lower()
     shown = text.lower()
     for operator in OPERATORS:

@@ -172,7 +172,7 @@ def test_a_hedge_is_the_mixture_of_its_tilts() -> None:
     confidence = rng.random(300).astype(np.float32)
     log_p = -rng.exponential(3, 300)
     hedge.settle(confidence[:200], log_p[:200], rng.random(200) < 0.5)
-    weights = np.exp(hedge.state()["log_weights"][hedge._buckets(confidence, log_p)])
+    weights = np.exp(hedge.state()["log_weights"][hedge.buckets(confidence, log_p)])
     weights /= weights.sum(axis=1, keepdims=True)
     q = np.exp(log_p)[:, None]
     of_hint = (weights * q * np.exp(hedge.GRID) / (1 + q * np.expm1(hedge.GRID))).sum(axis=1)
@@ -204,7 +204,7 @@ def test_every_confidence_and_probability_has_a_bucket() -> None:
     assert np.isfinite(hedge.boost(confidence, log_p)).all()
     hedge.settle(confidence, log_p, np.ones(6, bool))
     assert np.isfinite(hedge.state()["log_weights"]).all()
-    assert len(set(hedge._buckets(confidence, log_p).tolist())) == 4
+    assert len(set(hedge.buckets(confidence, log_p).tolist())) == 4
 
 
 def test_strengths_learn_after_the_commit_alone() -> None:

@@ -34,7 +34,6 @@ from underpar.levers import phased_sgd
 from underpar.model.chunk_cache import ChunkCache
 from underpar.quant.schemes import QuantizedTensor, Scheme
 from underpar.recipe import load_recipe
-from underpar.score import partial as module
 from underpar.score.ledger import Score
 from underpar.score.method import PUBLISHED, Method
 from underpar.score.partial import Partial, Stopped
@@ -83,16 +82,21 @@ def artifact() -> Artifact:
 class Start:
     """One start of a score, which is asked to stop after so many steps."""
 
-    def __init__(self, path: Path, num_steps: float = float("inf"), runtime: Runtime | None = None):
+    def __init__(
+        self,
+        path: Path,
+        num_steps: float = float("inf"),
+        runtime: Runtime | None = None,
+        **saving: float,
+    ) -> None:
         self.lines: list[str] = []
         self.shares: list[float] = []
         self.clock = Clock("load")
         self.runtime = runtime or Runtime(CPU)
         self._left = num_steps
         about = {"of": "a test"}
-        self.partial = Partial(
-            path, about, self.runtime, self.clock, self.is_asked, self.lines.append
-        )
+        tell = self.lines.append
+        self.partial = Partial(path, about, self.runtime, self.clock, self.is_asked, tell, **saving)
 
     def is_asked(self) -> bool:
         self._left -= 1
@@ -154,13 +158,9 @@ def check_every_step(name: str, artifact: Artifact, tmp_path: Path, runtime: Run
     assert start.lines == [f"continuing {path} at step {steps[-1]}"]
 
 
-def test_what_is_saved_on_the_way_is_good_to_continue(
-    artifact: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_saved_on_the_way_is_good_to_continue(artifact: Artifact, tmp_path: Path) -> None:
     """As a kill leaves it: saved in passing, and some steps behind the end."""
     whole = Start(tmp_path / "none").go(artifact, "tilted", partial=False)
-    monkeypatch.setattr(module, "SAVE_SECONDS", 0.0)
-    monkeypatch.setattr(module, "REST", 0.0)
     path, kept, step = tmp_path / "score", tmp_path / "kept", 0
 
     class Copying(Partial):
@@ -171,7 +171,7 @@ def test_what_is_saved_on_the_way_is_good_to_continue(
             if step == 7:
                 kept.write_bytes(path.read_bytes())
 
-    start = Start(path)
+    start = Start(path, save_seconds=0.0, rest=0.0)
     start.partial.__class__ = Copying
     assert all_but_seconds(start.go(artifact, "tilted")) == all_but_seconds(whole)
     assert start.clock.read()["save"] > 0
@@ -187,12 +187,8 @@ def stop(artifact: Artifact, path: Path, name: str = "lanes", num_steps: int = 3
     return start
 
 
-def test_large_states_are_saved_seldom(
-    artifact: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "SAVE_SECONDS", 0.0)
-    start, calls = Start(tmp_path / "score"), list[int]()
-    monkeypatch.setattr(module, "REST", 1e9)
+def test_large_states_are_saved_seldom(tmp_path: Path) -> None:
+    start, calls = Start(tmp_path / "score", save_seconds=0.0, rest=1e9), list[int]()
     start.partial.offer(4, lambda: calls.append(1) or {})  # type: ignore[func-returns-value]
     start.partial.offer(5, lambda: calls.append(2) or {})  # type: ignore[func-returns-value]
     assert calls == [1]

@@ -57,8 +57,8 @@ def generate(
     except UnicodeEncodeError as error:
         raise UnderparError(f"prompt has a lone surrogate at character {error.start}") from error
     generator = torch.Generator().manual_seed(sampling.seed)
-    reader = _Reader(predictor, [tokenizer.bos_id, *tokenizer.encode(raw).tolist()])
-    writer = _Writer(tokenizer)
+    reader = LaneReader(predictor, [tokenizer.bos_id, *tokenizer.encode(raw).tolist()])
+    writer = TextWriter(tokenizer)
     for _ in range(sampling.max_tokens):
         token = choose(reader.log_probs, sampling, generator)
         if token == tokenizer.bos_id:
@@ -68,7 +68,7 @@ def generate(
     yield writer.finish()
 
 
-class _Writer:
+class TextWriter:
     """Turns tokens into text as they come; with a text transform, word by word."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -105,7 +105,7 @@ class _Writer:
             return self._symbol.sub("", written)
 
 
-class _Reader:
+class LaneReader:
     """One lane that has read `tokens`; when its context is full, it reads the last half again."""
 
     def __init__(self, predictor: Predictor, tokens: list[int]) -> None:

@@ -83,7 +83,7 @@ class Hedge:
 
     def boost(self, confidence: Trust, log_p: Floats) -> Floats:
         """The boost (n,) in nats that has the effect of the mixture of all boosts."""
-        log_weights = self._log_weights[self._buckets(confidence, log_p)]  # (n, G)
+        log_weights = self._log_weights[self.buckets(confidence, log_p)]  # (n, G)
         # Relative to the largest weight, so that not all weights underflow.
         weights = np.exp(log_weights - log_weights.max(axis=1, keepdims=True))
         shares = weights / self._norms(log_p)
@@ -92,7 +92,7 @@ class Hedge:
     def settle(self, confidence: Trust, log_p: Floats, hit: npt.NDArray[np.bool_]) -> None:
         """Multiply the weight of every boost by its likelihood of these targets (n,)."""
         gains = hit[:, None] * self.GRID - np.log(self._norms(log_p))  # (n, G)
-        buckets = self._buckets(confidence, log_p)
+        buckets = self.buckets(confidence, log_p)
         for weights, gain in zip(self._log_weights.T, gains.T, strict=True):
             weights += np.bincount(buckets, gain, minlength=len(weights))
 
@@ -107,7 +107,8 @@ class Hedge:
     def _norms(self, log_p: Floats) -> Floats:
         return 1 + np.exp(np.minimum(log_p, 0.0))[:, None] * np.expm1(self.GRID)  # (n, G)
 
-    def _buckets(self, confidence: Trust, log_p: Floats) -> npt.NDArray[np.intp]:
+    def buckets(self, confidence: Trust, log_p: Floats) -> npt.NDArray[np.intp]:
+        """The bucket (n,) of each hint."""
         # One bucket per halving of the doubt.
         doubt = np.maximum(1 - confidence.astype(np.float64), 2.0 ** (1 - self.NUM_CONFIDENCES))
         largest = self.NUM_ODDS // 2

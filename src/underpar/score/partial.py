@@ -31,9 +31,6 @@ from underpar.kernels.attention import backend_of
 
 # The version of the state's names and their meaning; files of another version are ignored.
 FORMAT = 1
-SAVE_SECONDS = 60.0
-# Between two saves at least this many times the seconds of a save: at most 2 % of a score.
-REST = 50.0
 
 # What all ranks do before a step.
 GO_ON, SAVE, STOP = 0.0, 1.0, 2.0
@@ -68,6 +65,10 @@ class Partial:
     clock: Clock
     is_asked: Callable[[], bool]
     tell: Callable[[str], None]
+    # Seconds between two saves: at least these, and at least `rest` times the seconds of a save, so
+    # that saving takes at most 2 % of a score.
+    save_seconds: float = 60.0
+    rest: float = 50.0
 
     # Seconds before the score was stopped, without loading.
     spent_seconds = 0.0
@@ -77,7 +78,7 @@ class Partial:
         self._file = self.path.with_name(f"{self.path.name}-{rank}") if rank else self.path
         whole = json.dumps({**self.about, **_machine(self.runtime)}, sort_keys=True)
         self._identity = hashlib.sha256(whole.encode()).hexdigest()
-        self._due = time.monotonic() + SAVE_SECONDS
+        self._due = time.monotonic() + self.save_seconds
 
     def find(self) -> tuple[int, State] | None:
         """The step at which to continue, and the state before it; None: start over."""
@@ -138,7 +139,7 @@ class Partial:
         gather_objects(None, self.runtime)
         os.replace(following, self._file)
         now = time.monotonic()
-        self._due = now + max(SAVE_SECONDS, REST * (now - began))
+        self._due = now + max(self.save_seconds, self.rest * (now - began))
 
     def _read(self) -> dict[str, Any] | None:
         """The saved state, or None if the file is missing or of another score."""
