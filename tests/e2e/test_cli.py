@@ -5,7 +5,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,32 +13,13 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from commands import run, run_json
 from tiny import TinyRun
 from underpar.cli import app
 from underpar.cli.options import PANELS
 from underpar.errors import UnderparError
 
-
-def run(*words: object) -> str:
-    """Standard output of a command that must succeed."""
-    result = CliRunner().invoke(app, [str(w) for w in words], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.stdout
-
-
-def run_json(*words: object) -> dict[str, object]:
-    parsed: dict[str, object] = json.loads(run(*words, "--json"))
-    return parsed
-
-
-def fails(*words: object) -> str:
-    """The one line of a command that must be refused with exit code 2."""
-    process = subprocess.run(
-        [sys.executable, "-m", "underpar", *map(str, words)], capture_output=True, text=True
-    )
-    assert process.returncode == 2, process.stderr
-    assert "Traceback" not in process.stderr
-    return process.stderr
+Fails = Callable[..., str]
 
 
 def walk(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
@@ -79,7 +60,7 @@ def test_help_does_not_wait_for_torch() -> None:
 def test_recipes() -> None:
     assert "baseline" in run_json("recipe", "list")
     shown = run_json("recipe", "show", "baseline+cpu", "--set", "train.seed=9")
-    assert shown["train"]["seed"] == 9  # type: ignore[index]
+    assert shown["train"]["seed"] == 9
     assert "[train]" in run("recipe", "show", "demo")
 
 
@@ -161,7 +142,9 @@ def test_ways_to_score_that_do_not_exist(tiny_run: TinyRun, words: list[object],
     assert part in str(result.exception)
 
 
-def test_what_a_stopped_score_left_is_refused_if_damaged(tiny_run: TinyRun, tmp_path: Path) -> None:
+def test_what_a_stopped_score_left_is_refused_if_damaged(
+    tiny_run: TinyRun, tmp_path: Path, fails: Fails
+) -> None:
     artifact, left = tmp_path / "model.upar", tmp_path / "score-plain.partial"
     artifact.write_bytes(tiny_run.folder.artifact_file.read_bytes())
     left.write_bytes(b"not what was saved")
@@ -172,15 +155,15 @@ def test_what_a_stopped_score_left_is_refused_if_damaged(tiny_run: TinyRun, tmp_
     assert {p.name for p in tmp_path.iterdir()} == {"model.upar", "score-plain.json"}
 
 
-def test_size_forecasts_and_enforces() -> None:
-    assert run_json("size", "cpu")["total_bytes"] < 16_000_000  # type: ignore[operator]
+def test_size_forecasts_and_enforces(fails: Fails) -> None:
+    assert run_json("size", "cpu")["total_bytes"] < 16_000_000
     assert "over the cap" in fails("size", "cpu", "--set", "limits.cap_bytes=1000")
 
 
 def test_doctor() -> None:
     facts = run_json("doctor", "--device", "cpu")
-    assert facts["attention"]["reference"] == "yes"  # type: ignore[index]
-    assert facts["matmul_gflops"] > 0  # type: ignore[operator]
+    assert facts["attention"]["reference"] == "yes"
+    assert facts["matmul_gflops"] > 0
 
 
 def test_bench_runs_and_lists() -> None:
@@ -189,8 +172,8 @@ def test_bench_runs_and_lists() -> None:
     for name in ("coder", "muon", "attention"):
         result = run_json("bench", name, *options)
         # Four blocks a quad, measured and control.
-        assert len(result["blocks"]) == 4 * 4 * 2  # type: ignore[arg-type]
-        assert len(result["control_effects"]) + len(result["dropped"]) >= 4  # type: ignore[arg-type]
+        assert len(result["blocks"]) == 4 * 4 * 2
+        assert len(result["control_effects"]) + len(result["dropped"]) >= 4
 
 
 def test_compare_numbers_and_runs(tiny_run: TinyRun) -> None:
@@ -202,7 +185,7 @@ def test_compare_numbers_and_runs(tiny_run: TinyRun) -> None:
     mixed = run_json(
         "compare", folder, folder / "score-adapt.json", "--with", folder, "--with", "3.0"
     )
-    assert len(mixed["tests"]) == 3  # type: ignore[arg-type]
+    assert len(mixed["tests"]) == 3
 
 
 @pytest.mark.parametrize(
@@ -222,26 +205,36 @@ def test_compare_numbers_and_runs(tiny_run: TinyRun) -> None:
         (["compare", "1.0", "--with", "1.0"], "2"),
         (["doctor", "--device", "tpu"], "tpu"),
         (["recipe", "show", "demo", "--set", "levers.emma=true"], "'ema'"),
-        (["nonsense"], "nonsense"),
     ],
 )
-def test_mistakes_are_one_line_and_exit_two(words: list[str], part: str, tmp_path: Path) -> None:
+def test_mistakes_are_one_line_and_exit_two(
+    words: list[str], part: str, tmp_path: Path, fails: Fails, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert part in fails(*words)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("word", "num_lines"), [("nonsense", None), ("pack", 1)])
+def test_a_process_shows_no_traceback(word: str, num_lines: int | None, tmp_path: Path) -> None:
     process = subprocess.run(
-        [sys.executable, "-m", "underpar", *words],
+        [sys.executable, "-m", "underpar", word, "nowhere"],
         capture_output=True,
         text=True,
         cwd=tmp_path,
         env=os.environ | {"COLUMNS": "200"},
     )
     assert process.returncode == 2, process.stderr
-    assert part in process.stderr
+    assert (word if num_lines is None else "underpar train") in process.stderr
     assert "Traceback" not in process.stderr
-    if words != ["nonsense"]:
-        assert len(process.stderr.strip().splitlines()) == 1
+    if num_lines is not None:
+        assert len(process.stderr.strip().splitlines()) == num_lines
     assert list(tmp_path.iterdir()) == []
 
 
-def test_compressing_with_a_missing_input_writes_nothing(tiny_run: TinyRun, tmp_path: Path) -> None:
+def test_compressing_with_a_missing_input_writes_nothing(
+    tiny_run: TinyRun, tmp_path: Path, fails: Fails
+) -> None:
     out = tmp_path / "out.upz"
     assert "nowhere" in fails("compress", tiny_run.folder.artifact_file, tmp_path / "nowhere", out)
     assert not out.exists()

@@ -3,18 +3,14 @@
 import json
 import shutil
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
 
+from commands import invoke, run, run_json
 from fake_hub import FakeHub, serve
 from small_data import contents, edit_manifest, prose, write_file, write_jsonl, write_published
-from underpar.cli import app, main
 from underpar.data.folder import load_data
 from underpar.data.tokens.byte260 import CONTENT, ByteTokenizer
 
@@ -24,38 +20,6 @@ SIZE = (*PLAIN, "--set", "model.vocab_size=400", "--set", "data.holdout=0.2", *O
 BYTES = (*PLAIN, "--set", "model.vocab_size=260", "--set", "data.tokenizer='bytes'", *ONE)
 
 Fails = Callable[..., str]
-
-
-def invoke(*words: object) -> Result:
-    return CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=False)
-
-
-def run(*words: object) -> str:
-    """Standard output of a command that must succeed."""
-    result = invoke(*words)
-    assert result.exit_code == 0, result.output
-    return result.stdout
-
-
-def run_json(*words: object) -> dict[str, Any]:
-    parsed: dict[str, Any] = json.loads(run(*words, "--json"))
-    return parsed
-
-
-@pytest.fixture
-def fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Fails:
-    """A function that gives the one line of a command that must be refused with exit code 2."""
-
-    def run_main(*words: object) -> str:
-        monkeypatch.setattr(sys, "argv", ["underpar", *map(str, words)])
-        with pytest.raises(SystemExit) as caught:
-            main()
-        captured = capsys.readouterr()
-        assert (caught.value.code, captured.out) == (2, "")
-        assert len(captured.err.strip().splitlines()) == 1
-        return captured.err
-
-    return run_main
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ import json
 import math
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -26,6 +27,7 @@ from underpar.lab.ablate import (
     make_plan,
     read_bpb,
     read_known,
+    run_ablation,
     run_plan,
     summarize,
 )
@@ -361,24 +363,20 @@ def test_the_command_names_what_failed(
     assert levers == ["loop", "recur_ab", "softcap"]
 
 
-def test_known_runs_are_not_made_again(
-    tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_known_runs_are_not_made_again(tiny_data: Path, tmp_path: Path) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
+    request = Request("cpu", (*SMALL, *LOOPS), (), 3, TOKENS)
     device = Device(old, BPB | {"without-loop": 2.5})
-    words = ("--seeds", "3", "--json")
-    invoke(device, tiny_data, monkeypatch, *words, "--lever", "loop")
+    run_ablation(replace(request, levers=("loop",)), tiny_data, old, "cpu", launch=device)
     known = old / "ablation.json"
     here = {"data_identity": data_identity(load_data(tiny_data)), "versions": versions()}
     here |= {"device": device_name(torch.device("cpu")), "remark": "By hand."}
     tree = json.loads(known.read_text()) | here
     known.write_text(json.dumps(tree))
     device = Device(new, {"without-smear": 2.25})
-    words = (*words, "--known", str(known), "--device", "cpu")
-    found = invoke(device, tiny_data, monkeypatch, *words)
-    assert found.exit_code == 0, found.output
+    result, failed = run_ablation(request, tiny_data, new, "cpu", known=known, launch=device)
+    assert failed == {}
     assert device.started == ["without-smear", "without-recur_ab", "without-softcap"]
-    result = json.loads(found.stdout)
     assert result["baseline"] == tree["baseline"] and result["loops_on"] == tree["loops_on"]
     bpb = {row["lever"]: row["bpb"] for row in result["levers"]}
     assert bpb == {"loop": 2.5, "recur_ab": 2.01, "smear": 2.25, "softcap": 2.01}

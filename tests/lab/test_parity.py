@@ -15,8 +15,9 @@ from underpar.cli import app
 from underpar.core.run_folder import RunFolder
 from underpar.errors import BenchError, RunError
 from underpar.lab.parity import VARIANTS, Request, judge, make_job, mean_last_loss, run_parity
-from underpar.lab.runs import Job
+from underpar.lab.runs import Job, train_words
 from underpar.recipe import Recipe, load_recipe
+from watcher import Watcher
 
 STEPS = 8
 TOKENS = 1024
@@ -163,15 +164,29 @@ def test_what_belongs_to_another_request_is_refused(tmp_path: Path) -> None:
         assert device.started == []
 
 
-def test_three_runs_are_made_compared_and_not_repeated(
-    tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Tiny models gain nothing from threads.
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    found = CliRunner().invoke(app, words_of(tiny_data, tmp_path))
-    result = json.loads((tmp_path / "parity.json").read_text())
-    assert json.loads(found.stdout) == result
-    assert found.exit_code == {"pass": 0, "fail": 1}[result["verdict"]]
+class InProcess:
+    """Trains inside the test's process; `launcher`, which starts processes, is tested elsewhere."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+
+    def __call__(self, job: Job) -> Any:
+        """Train a job to its end."""
+        request = self.request
+        words = train_words(job, request.recipe, request.data, request.out, request.device)
+        self.code = CliRunner().invoke(app, words, catch_exceptions=False).exit_code
+        return self
+
+    def poll(self) -> int:
+        """How it ended."""
+        return self.code
+
+
+def test_three_runs_are_made_compared_and_not_repeated(tiny_data: Path, tmp_path: Path) -> None:
+    request, progress = request_of(tiny_data, tmp_path), Watcher()
+    result = run_parity(request, progress, InProcess(request))
+    assert progress.notes == [f"{name}: trained" for name in VARIANTS]
+    assert json.loads((tmp_path / "parity.json").read_text()) == result
     losses = {}
     for name, variant in VARIANTS.items():
         lines = list(RunFolder(tmp_path / name).metrics())
@@ -192,6 +207,10 @@ def test_three_runs_are_made_compared_and_not_repeated(
 
     device = Device(tmp_path)
     (tmp_path / "parity.json").unlink()
-    assert run_parity(request_of(tiny_data, tmp_path), launch=device) == result
+    assert run_parity(request, launch=device) == result
     assert json.loads((tmp_path / "parity.json").read_text()) == result
     assert device.started == []
+    # The command finds all runs finished.
+    found = CliRunner().invoke(app, words_of(tiny_data, tmp_path))
+    assert json.loads(found.stdout) == result
+    assert found.exit_code == {"pass": 0, "fail": 1}[result["verdict"]]

@@ -9,7 +9,7 @@ from torch import Tensor, fx, nn
 from underpar.compile import regions
 from underpar.compile.regions import TracedRun
 from underpar.core.runtime import Runtime
-from underpar.data.loader import Batch, pack_documents
+from underpar.data.batch import Batch, pack_documents
 from underpar.errors import LeverError
 from underpar.infer.predictor import Predictor
 from underpar.model.gpt import GPT, make_plan

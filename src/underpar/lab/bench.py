@@ -172,8 +172,8 @@ def _run_quad(
 
 
 def _versions() -> dict[str, str]:
-    found = versions("python", "numpy", "torch")
+    numbers = versions("python", "numpy", "torch")
     if torch.cuda.is_initialized():
-        found["cuda"] = str(torch.version.cuda)
-        found["accelerator"] = device_name(torch.device("cuda"))
-    return found
+        numbers["cuda"] = str(torch.version.cuda)
+        numbers["accelerator"] = device_name(torch.device("cuda"))
+    return numbers

@@ -33,9 +33,9 @@ def data(source: Path | None) -> Bench:
     def check() -> None:
         work.build(1)
         folder = load_data(work.out)
-        found = [shard.doc(i) for shard in (folder.train,) for i in range(shard.num_documents)]
+        documents = [shard.doc(i) for shard in (folder.train,) for i in range(shard.num_documents)]
         alone = {tuple(ids) for ids in model.encode(written)}
-        assert all(tuple(tokens[1:].tolist()) in alone for tokens in found), "ids differ"
+        assert all(tuple(tokens[1:].tolist()) in alone for tokens in documents), "ids differ"
 
     return Bench(
         name="data",

@@ -161,14 +161,14 @@ def _count_lzma(case: Case, tensors: QuantizedModel) -> Count:
 
 def _count_groups(case: Case, tensors: QuantizedModel) -> Count:
     codes, _ = split(tensors)
-    found = per_group_bytes(codes, case.compressor, case.pool, case.solver.device)
-    with_sort = found.sorted_bytes + found.permutation_bytes
+    groups = per_group_bytes(codes, case.compressor, case.pool, case.solver.device)
+    with_sort = groups.sorted_bytes + groups.permutation_bytes
     remark = (
-        f"{case.compressor.name}, rows {'sorted' if found.sort_pays else 'unsorted'} "
-        f"({with_sort} bytes of symbols and permutations with the sort, {found.unsorted_bytes} "
+        f"{case.compressor.name}, rows {'sorted' if groups.sort_pays else 'unsorted'} "
+        f"({with_sort} bytes of symbols and permutations with the sort, {groups.unsorted_bytes} "
         "without)"
     )
-    return {**found.parts(), **side_bytes(tensors, shrink)}, remark
+    return {**groups.parts(), **side_bytes(tensors, shrink)}, remark
 
 
 def _count_coder(case: Case, tensors: QuantizedModel) -> Count:

@@ -72,21 +72,21 @@ def compare(curve: Sequence[Point], base: Sequence[Point]) -> list[Comparison]:
     usable = [p for p in curve if p.gap_bpb > 0]
     sizes = [float(p.total_bytes) for p in usable]
     gaps = [math.log2(p.gap_bpb) for p in usable]
-    found = []
+    comparisons = []
     for point in sorted(base, key=lambda p: p.total_bytes):
         if point.gap_bpb <= 0:
             continue
         gap = math.log2(point.gap_bpb)
         size_there = interpolate(gap, gaps, sizes)
         gap_there = interpolate(point.total_bytes, sizes, gaps)
-        found.append(
+        comparisons.append(
             Comparison(
                 point.factor,
                 None if size_there is None else size_there / point.total_bytes,
                 None if gap_there is None else 2 ** (gap_there - gap),
             )
         )
-    return found
+    return comparisons
 
 
 def interpolate(x: float, xs: Sequence[float], ys: Sequence[float]) -> float | None:

@@ -39,15 +39,21 @@ Launch = Callable[[Job], "subprocess.Popen[bytes]"]
 """Starts a run."""
 
 
+def train_words(job: Job, recipe: str, data: Path, out: Path, device: str) -> list[str]:
+    """The words of the command that trains a job, in the job's folder below `out`."""
+    words = ["train", recipe, "--data", str(data), "--out", str(out / job.name)]
+    words += ["--device", device, *job.options]
+    return words + [word for override in job.overrides for word in ("--set", override)]
+
+
 def launcher(recipe: str, data: Path, out: Path, device: str) -> Launch:
-    """A function that starts `underpar train` for a job, in the job's folder below `out`."""
+    """A function that starts `underpar train` for a job, as a process with a log."""
 
     def start(job: Job) -> subprocess.Popen[bytes]:
         folder = out / job.name
         folder.mkdir(parents=True, exist_ok=True)
-        words = [sys.executable, "-m", "underpar", "train", recipe, "--data", str(data)]
-        words += ["--out", str(folder), "--device", device, *job.options]
-        words += [word for override in job.overrides for word in ("--set", override)]
+        words = train_words(job, recipe, data, out, device)
+        words = [sys.executable, "-m", "underpar", *words]
         with (folder / LOG).open("ab") as log:
             return subprocess.Popen(
                 words, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT

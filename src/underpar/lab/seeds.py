@@ -122,8 +122,8 @@ def read_result(folder: RunFolder) -> Result:
 
 
 def _points(lines: Iterable[Fields], key: str) -> list[Point]:
-    found = [line for line in lines if line.values.get(key) is not None]
-    return [(line.number("seconds"), line.number(key)) for line in found]
+    measured = [line for line in lines if line.values.get(key) is not None]
+    return [(line.number("seconds"), line.number(key)) for line in measured]
 
 
 def _figures(run: RunReport, end: Fields) -> dict[str, float]:

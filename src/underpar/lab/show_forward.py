@@ -342,9 +342,9 @@ def _show_result(values: dict[str, Any], result: Any, stream: Any, before: dict[
     results = result if isinstance(result, tuple) else (result,)
     tensors = [t for t in results if isinstance(t, Tensor)]
     new = [t for t in tensors if not any(t is value for value in values.values())]
-    shown = [show_shape(tensor) for tensor in new]
+    texts = [show_shape(tensor) for tensor in new]
     after = _stream_state(stream)
     names = {**before, **after}
     changed = [name for name in names if not _is_same(before.get(name), after.get(name))]
-    shown += [f"kept {name}" if name else f"stream {show_shape(stream.x)}" for name in changed]
-    return ", ".join(shown) or "unchanged"
+    texts += [f"kept {name}" if name else f"stream {show_shape(stream.x)}" for name in changed]
+    return ", ".join(texts) or "unchanged"

@@ -166,11 +166,11 @@ def document_chart(scores: dict[str, ScoreResult]) -> str:
     entries = [e for e in first.score.entries if e.num_bytes and charts.can_plot(e.bits)]
     entries.sort(key=lambda e: e.bits / e.num_bytes)
     places = {e.document: place for place, e in enumerate(entries, start=1)}
-    shown = {e.document for e in charts.thin(entries, MAX_DOTS)}
+    plotted = {e.document for e in charts.thin(entries, MAX_DOTS)}
     dots = []
     for color, (method, result) in enumerate(scores.items()):
         for e in result.score.entries:
-            if e.document in shown and e.num_bytes:
+            if e.document in plotted and e.num_bytes:
                 bpb = e.bits / e.num_bytes
                 dots.append(Dot(places[e.document], bpb, document_text(e, method), color))
     bpb, xz_bpb = first.comparison.bpb, first.comparison.xz_bpb

@@ -61,5 +61,5 @@ class Fields:
         return value
 
     def _wrong(self, key: str, expected: str) -> RunError:
-        shown = repr(self.values[key])[:60] if key in self.values else "missing"
-        return RunError(f"{self.file}: {key} is {shown}, expected {expected}; run its stage again")
+        text = repr(self.values[key])[:60] if key in self.values else "missing"
+        return RunError(f"{self.file}: {key} is {text}, expected {expected}; run its stage again")

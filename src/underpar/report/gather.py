@@ -160,16 +160,16 @@ def _sizes(budget: Fields | None) -> Sizes | None:
 
 
 def _scores(folder: RunFolder) -> dict[str, ScoreResult]:
-    found = {}
+    scores = {}
     for path in folder.score_files():
         tree = _read(folder, path)
         assert tree is not None
         result = _score(tree)
         if folder.score_file(result.score.method) != path:
             raise RunError(f"{path} holds method {result.score.method!r}; score again")
-        found[result.score.method] = result
+        scores[result.score.method] = result
     # The plain score first: the others are compared with it.
-    return dict(sorted(found.items(), key=lambda item: (item[0] != "plain", item[0])))
+    return dict(sorted(scores.items(), key=lambda item: (item[0] != "plain", item[0])))
 
 
 def _score(tree: Fields) -> ScoreResult:

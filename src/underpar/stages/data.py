@@ -33,10 +33,10 @@ def build_data_folder(
     """Text files -> data folder; returns its manifest."""
     with progress.task("data", 1) as task:
 
-        def show(stage: str, num_documents: int) -> None:
+        def on_progress(stage: str, num_documents: int) -> None:
             task.update(0, f"{stage}: {num_documents:,} documents")
 
-        manifest = build_data(inputs, out, options, show)
+        manifest = build_data(inputs, out, options, on_progress)
         task.update(1, f"{manifest['train']['tokens']:,} training tokens")
     return manifest
 
@@ -46,18 +46,20 @@ def audit_data(folder: Path, settings: NearSettings, progress: Progress = SILENT
     data = load_data(folder, refuse_shared=False)
     with progress.task("audit", data.train.num_documents) as task:
 
-        def show(done: int, total: int) -> None:
+        def on_progress(done: int, total: int) -> None:
             task.update(done, f"{done:,} training documents")
 
-        found = audit_duplicates(data.train, data.val, data.tokenizer.decode, settings, show)
-    exact, near = found["exact"]["num_across"], found["near"]["num_pairs"]
-    overlap = found["overlap"]["num_val_documents"]
-    found["verdict"] = "fail" if exact or near else "pass"
-    found["summary"] = (
+        result = audit_duplicates(
+            data.train, data.val, data.tokenizer.decode, settings, on_progress
+        )
+    exact, near = result["exact"]["num_across"], result["near"]["num_pairs"]
+    overlap = result["overlap"]["num_val_documents"]
+    result["verdict"] = "fail" if exact or near else "pass"
+    result["summary"] = (
         f"{exact} exact and {near} near duplicates across the splits; {overlap} held-out "
         f"documents share over {settings.threshold_containment:.0%} with training"
     )
-    return found
+    return result
 
 
 def fetch_data(
@@ -66,10 +68,10 @@ def fetch_data(
     """Download a published set or a dataset repository."""
     with progress.task("fetch", 1) as task:
 
-        def show(path: str, done: int, total: int) -> None:
+        def on_progress(path: str, done: int, total: int) -> None:
             task.update(done / max(total, 1), f"{done / 1e6:,.1f} of {total / 1e6:,.1f} MB, {path}")
 
-        return fetch(name, out, options, show)
+        return fetch(name, out, options, on_progress)
 
 
 def import_data(
@@ -78,9 +80,9 @@ def import_data(
     """Published token files -> data folder; returns its manifest."""
     with progress.task("import", 1) as task:
 
-        def show(split: str, num_documents: int) -> None:
+        def on_progress(split: str, num_documents: int) -> None:
             task.update(0, f"{split}: {num_documents:,} documents")
 
-        manifest = import_published(source, out, options, show)
+        manifest = import_published(source, out, options, on_progress)
         task.update(1, f"{manifest['train']['tokens']:,} training tokens")
     return manifest
