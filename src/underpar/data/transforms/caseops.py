@@ -7,7 +7,7 @@ share their pieces, and a model does not learn every word twice.
 
 Source: PR 1729 (lossless_caps_caseops_v1), the base of PR 2014 and PR 2135; there it gave 3.6 mBPB
 after test-time training (PR 1935, matched). Legal: a bijection of the text, fixed before any token
-is read; operators weigh 0 bytes, so the denominator stays the raw text's. Measured: 1.5288 to
+is read; operators count as 0 bytes, so the denominator stays the raw text's. Measured: 1.5288 to
 1.5215 BPB on 118 MB of web text (a stack without model levers, 120 s on one H200, one seed).
 """
 
