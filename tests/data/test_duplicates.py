@@ -226,9 +226,9 @@ def test_counts_are_those_of_plain_sets(
         if b & set().union(*train)
     }
     texts = [[join(words) for words in side] for side in corpora]
-    found = near(*texts, threshold=threshold, shingle_words=num_words)
+    thresholds = NearSettings(threshold, num_words, 0.0, num_words)
+    found, found_shares = find_duplicates(*map(TextShard, texts), decode, thresholds)
     assert set(found) == pairs and len(found) == len(pairs)
-    found_shares = overlaps(*texts, threshold_containment=0.0, containment_words=num_words)
     assert set(found_shares) == shares and len(found_shares) == len(shares)
 
 
@@ -240,7 +240,7 @@ def test_a_full_table_of_words_changes_no_hash(monkeypatch: pytest.MonkeyPatch) 
     words = [*prose("w", 30), "x" * 100]
     expected = near([join(words[3:])], [join(words)])
     assert expected == [NearPair(0, 0, 24 / 27, 24 / 27)]
-    monkeypatch.setattr(duplicates, "_MAX_WORDS", 4)
+    monkeypatch.setattr(duplicates, "MAX_KNOWN_WORDS", 4)
     assert near([join(words[3:])], [join(words)]) == expected
 
 

@@ -159,7 +159,7 @@ def test_batches_change_nothing(
     batch_tokens: int,
 ) -> None:
     root = folders("bpe")
-    monkeypatch.setattr(exchange, "_BATCH_TOKENS", batch_tokens)
+    monkeypatch.setattr(exchange, "BATCH_TOKENS", batch_tokens)
     options = options_for("bpe", root / "export")
     import_published(token_files(root / "export"), tmp_path, options)
     assert without_manifest(tmp_path) == without_manifest(root / "data")

@@ -1,20 +1,20 @@
-"""Batches: the plan, ranks, resuming, segments, padding, prefetching and packs for scoring."""
+"""The training loader: the plan, ranks, resuming, padding and prefetching."""
 
 import itertools
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_batch import slow_segments
 from test_order import LENGTHS, make_shard
 
 from underpar.core.run_folder import RunFolder
 from underpar.core.runtime import Runtime
-from underpar.data.batch import Batch, Segments, pack_documents, segments_from_starts
+from underpar.data.batch import Batch, Segments
 from underpar.data.folder import load_data
 from underpar.data.loader import (
     CU_BUCKET,
@@ -193,7 +193,7 @@ def test_a_recipe_names_what_the_loader_knows(override: str, words: tuple[str, .
 
 def test_a_recipe_becomes_a_plan(tiny_data: Path, tmp_path: Path, runtime: Runtime) -> None:
     def plan_of(*overrides: str) -> tuple[MicroBatch, ...]:
-        recipe = load_recipe("cpu", ["train.num_micro_batches=3", *overrides])
+        recipe = load_recipe("cpu", ["train.num_micro_batches=3", "model.num_layers=1", *overrides])
         data = load_data(tiny_data)
         return make_trainer(recipe, data, RunFolder(tmp_path), runtime).loader.plan
 
@@ -207,49 +207,11 @@ def test_mixed_contexts_train(
     tiny_data: Path, tmp_path: Path, runtime: Runtime, order: str
 ) -> None:
     sets = ["train.budget_steps=8", "train.contexts=[32, 64]", f"train.order={order}"]
+    sets += ["model.num_layers=2"]
     folder = RunFolder(tmp_path)
     assert train(load_recipe("baseline+cpu", sets), tiny_data, folder, runtime)["finished"]
     losses = [m["loss"] for m in folder.metrics()]
     assert len(losses) == 8 and losses[-1] < losses[0]
-
-
-def slow_segments(starts: set[int], num_tokens: int, context: int) -> tuple[list[int], list[int]]:
-    cu: list[int] = []
-    positions: list[int] = []
-    for i in range(num_tokens):
-        if i == 0 or i in starts or positions[-1] + 1 == context:
-            cu.append(i)
-        positions.append(i - cu[-1])
-    return [*cu, num_tokens], positions
-
-
-@settings(deadline=None, max_examples=200)
-@given(st.integers(1, 60), st.integers(1, 70), st.data())
-def test_segments_follow_the_rule(num_tokens: int, context: int, data: st.DataObject) -> None:
-    starts = data.draw(st.sets(st.integers(0, num_tokens - 1)))
-    mask = np.isin(np.arange(num_tokens), list(starts))
-    cu, positions = slow_segments(starts, num_tokens, context)
-    for given_starts in (mask, np.array(sorted(starts), dtype=np.int64)):
-        segments = segments_from_starts(given_starts, num_tokens, context)
-        assert segments.cu.tolist() == cu and segments.cu.dtype == torch.int32
-        assert segments.positions.tolist() == positions
-        assert segments.positions.dtype == torch.int64
-        assert max(positions) < segments.max_len == min(context, num_tokens)
-
-
-@settings(deadline=None, max_examples=100)
-@given(st.integers(1, 60), st.integers(1, 70), st.integers(0, 9), st.data())
-def test_padding_adds_empty_segments_only(
-    num_tokens: int, context: int, cu_bucket: int, data: st.DataObject
-) -> None:
-    starts = np.array(data.draw(st.lists(st.integers(0, num_tokens - 1))), dtype=np.int64)
-    plain = segments_from_starts(starts, num_tokens, context)
-    padded = segments_from_starts(starts, num_tokens, context, cu_bucket)
-    added = padded.cu[len(plain.cu) :]
-    assert torch.equal(padded.cu[: len(plain.cu)], plain.cu) and padded.cu.dtype == torch.int32
-    assert torch.equal(padded.positions, plain.positions) and padded.max_len == plain.max_len
-    assert (added == num_tokens).all() and len(added) < max(1, cu_bucket)
-    assert len(padded.cu) % max(1, cu_bucket) == 0
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -350,25 +312,3 @@ def test_prefetch_raises_the_error_at_its_place(shard: Shard) -> None:
     with pytest.raises(DataError, match="step 3 is damaged"):
         next(batches)
     assert not loader_threads()
-
-
-@settings(deadline=None, max_examples=100)
-@given(st.lists(st.integers(0, 20), min_size=1, max_size=8), st.integers(1, 9))
-def test_packs_score_every_document_by_itself(lengths: list[int], context: int) -> None:
-    docs = [np.array([1, *range(2, 2 + n)], dtype=np.uint16) for n in lengths]
-    batch, owner = pack_documents(docs, 1, context)
-    cuts = set(np.cumsum([0, *(len(doc) for doc in docs[:-1])]).tolist())
-    cu, positions = slow_segments(cuts, len(batch.inputs), context)
-    assert batch.segments.cu.tolist() == cu
-    assert batch.segments.positions.tolist() == positions
-    for index, doc in enumerate(docs):
-        mine = torch.from_numpy(owner == index)
-        assert batch.inputs[mine].tolist() == doc.tolist()
-        assert batch.targets[mine].tolist() == [*doc[1:].tolist(), 1]
-    assert len(owner) == sum(map(len, docs))
-
-
-@pytest.mark.parametrize("docs", [[], [np.array([5, 6])], [np.array([], dtype=np.int64)]])
-def test_packs_need_documents_that_start_with_bos(docs: list[np.ndarray]) -> None:
-    with pytest.raises(AssertionError):
-        pack_documents(docs, 1, 8)

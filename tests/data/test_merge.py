@@ -78,7 +78,7 @@ def edit_manifest(folder: Path, change: Callable[[dict[str, Any]], object]) -> N
 def test_parts_merge_into_what_one_build_makes(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch_tokens: int
 ) -> None:
-    monkeypatch.setattr(merge, "_BATCH_TOKENS", batch_tokens)
+    monkeypatch.setattr(merge, "BATCH_TOKENS", batch_tokens)
     manifest = merge_folders([root / name for name in "abc"], tmp_path)
     whole = load_data(root / "whole").manifest
     assert files(tmp_path) == files(root / "whole")
@@ -289,8 +289,8 @@ def test_a_part_needs_a_tokenizer_and_a_fraction(root: Path, tmp_path: Path) -> 
 def test_bad_texts_of_a_part_are_refused_or_repaired(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(merge, "_BATCH_TEXTS", 2)
-    monkeypatch.setattr(merge, "_BATCH_TOKENS", 1)
+    monkeypatch.setattr(merge, "BATCH_TEXTS", 2)
+    monkeypatch.setattr(merge, "BATCH_TOKENS", 1)
     texts = ["fine", "also fine", "lone \ud800", ""]
     whole = write_lines(tmp_path / "whole.jsonl", [*texts, find_text("held out {}", True)])
     stream = [("one", json.loads(line)["text"]) for line in whole.read_text().splitlines()]

@@ -100,7 +100,7 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
 def test_the_first_wrong_value_is_named_in_any_chunk(
     token_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(published, "_CHUNK", 3)
+    monkeypatch.setattr(published, "CHUNK_VALUES", 3)
     assert open_published(token_file, VOCAB_SIZE).tolist() == TOKENS
     for limit, position in ((299, 5), (6, 2), (1, 0)):
         with refused(f"token {position} is id {TOKENS[position]}, the tokenizer has {limit}"):

@@ -44,7 +44,7 @@ def test_the_sample_is_a_prefix_of_the_sorted_hashes(texts: list[str], cap_bytes
 
 
 def test_a_long_document_does_not_fill_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sample, "_CHARACTERS_PER_DOCUMENT", 10)
+    monkeypatch.setattr(sample, "CHARACTERS_PER_DOCUMENT", 10)
     assert sample_by_hash(pairs(["x" * 1000]), 100) == ["x" * 10]
     assert sample_by_hash(pairs(["\U0001f600" * 1000]), 40) == ["\U0001f600" * 10]
     assert sample_by_hash(pairs(["\U0001f600" * 1000]), 39) == []

@@ -187,7 +187,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_checks_cover_every_chunk(shard_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "_CHUNK", 3)
+    monkeypatch.setattr(shards, "CHUNK", 3)
     assert open_shard(shard_path, VOCAB_SIZE).num_tokens == 10
     again = write_shard(shard_path.with_name("b.shard"), DOCUMENTS)
     assert again.read_bytes() == shard_path.read_bytes()

@@ -24,7 +24,7 @@ NUM_WORST = 50
 
 _WORD = re.compile(r"\w+")
 # Bounds of the table of known words: a full table is emptied, longer words are not stored.
-_MAX_WORDS = 1 << 19
+MAX_KNOWN_WORDS = 1 << 19
 _MAX_WORD_CHARACTERS = 64
 # Knuth's MMIX multiplier. It is 5 modulo 8, so its powers have the longest period modulo 2^64, and
 # the order of the words in a shingle changes the hash.
@@ -209,7 +209,7 @@ class _WordHashes(dict[str, int]):
         digest = hashlib.blake2b(word.encode("utf-8"), digest_size=8).digest()
         value = int.from_bytes(digest, "little")
         if len(word) <= _MAX_WORD_CHARACTERS:
-            if len(self) >= _MAX_WORDS:
+            if len(self) >= MAX_KNOWN_WORDS:
                 self.clear()
             self[word] = value
         return value

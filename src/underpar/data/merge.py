@@ -24,8 +24,8 @@ from underpar.data.tokens.tokenizer import Tokenizer, open_tokenizer, read_model
 from underpar.data.value_files import open_values
 from underpar.errors import DataError
 
-_BATCH_TEXTS = 256
-_BATCH_TOKENS = 1 << 20
+BATCH_TEXTS = 256
+BATCH_TOKENS = 1 << 20
 
 Manifest = dict[str, Any]
 
@@ -68,7 +68,7 @@ def _raw_batches(texts: Iterable[tuple[str, str]], field: str) -> Iterator[RawBa
             raise DataError(f"{source}: its texts are not consecutive, sort the texts by source")
         seen.add(source)
         first = 1
-        while batch := list(islice(group, _BATCH_TEXTS)):
+        while batch := list(islice(group, BATCH_TEXTS)):
             # JSON can carry a lone surrogate, so such a text is refused or repaired as in a file.
             records = [json.dumps({field: text}).encode() for _, text in batch]
             yield RawBatch(source, True, first, records)
@@ -202,9 +202,9 @@ def _read_split(
 
 
 def _batches(shard: Shard) -> Iterator[tuple[int, int]]:
-    """Ranges of documents of about `_BATCH_TOKENS` tokens; the last document may go over it."""
+    """Ranges of documents of about `BATCH_TOKENS` tokens; the last document may go over it."""
     first = 0
     while first < shard.num_documents:
-        last = int(np.searchsorted(shard.starts, shard.starts[first] + _BATCH_TOKENS))
+        last = int(np.searchsorted(shard.starts, shard.starts[first] + BATCH_TOKENS))
         yield first, last
         first = last

@@ -41,7 +41,7 @@ MAX_TEXT_BYTES = 1 << 40
 CHANGED, REPAIRED = 1, 2
 
 _HEADER = struct.Struct("<4sHHQQ32s")
-_CHUNK = 1 << 22
+CHUNK = 1 << 22
 _COLUMNS = ("starts", "bytes", "hashes", "flags", "tokens")
 
 
@@ -193,8 +193,8 @@ def _check_tokens(path: Path, shard: Shard, vocab_size: int) -> None:
 
 
 def _chunks(values: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
-    for begin in range(0, len(values), _CHUNK):
-        yield values[begin : begin + _CHUNK]
+    for begin in range(0, len(values), CHUNK):
+        yield values[begin : begin + CHUNK]
 
 
 class ShardWriter:
@@ -277,7 +277,7 @@ class ShardWriter:
     def _payload(self) -> Iterator[bytes]:
         for name, file in self._files.items():
             file.seek(0)
-            while chunk := file.read(_CHUNK):
+            while chunk := file.read(CHUNK):
                 yield chunk
             if name == "flags":
                 yield bytes(-self.num_documents % 8)

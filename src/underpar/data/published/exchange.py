@@ -49,7 +49,7 @@ from underpar.seams import BOS_ID
 
 BY_NAME = "the published split: fineweb_val_*.bin and fineweb_train_*.bin"
 
-_BATCH_TOKENS = 1 << 20
+BATCH_TOKENS = 1 << 20
 
 Progress = Callable[[str, int], None]
 
@@ -117,9 +117,9 @@ def _read_split(paths: list[Path], tokenizer: Tokenizer) -> Iterator[tuple[Path,
             raise DataError(
                 f"{path}: does not begin with BOS ({BOS_ID}), its first document is cut"
             )
-        for begin in range(0, len(values), _BATCH_TOKENS):
-            tokens = np.append(tokens, values[begin : begin + _BATCH_TOKENS])
-            source_bytes = np.append(source_bytes, bytes_of[begin : begin + _BATCH_TOKENS])
+        for begin in range(0, len(values), BATCH_TOKENS):
+            tokens = np.append(tokens, values[begin : begin + BATCH_TOKENS])
+            source_bytes = np.append(source_bytes, bytes_of[begin : begin + BATCH_TOKENS])
             # The last document may continue in the next piece, so it is kept back.
             last = int(np.flatnonzero(tokens == BOS_ID)[-1])
             if last:

@@ -34,7 +34,7 @@ KNOWN_VAL = {
 
 _TOKEN_FILE = re.compile(r"fineweb_(train|val)_([0-9]{6})\.bin")
 
-_CHUNK = 1 << 22
+CHUNK_VALUES = 1 << 22
 
 
 def open_published(path: Path, vocab_size: int) -> npt.NDArray[np.uint16]:
@@ -62,8 +62,8 @@ def refuse_special_ids(path: Path, tokens: npt.NDArray[np.uint16]) -> None:
 
 
 def _chunks(values: npt.NDArray[Any]) -> Iterator[tuple[int, npt.NDArray[Any]]]:
-    for begin in range(0, len(values), _CHUNK):
-        yield begin, values[begin : begin + _CHUNK]
+    for begin in range(0, len(values), CHUNK_VALUES):
+        yield begin, values[begin : begin + CHUNK_VALUES]
 
 
 def split_files(folder: Path, split: str) -> list[Path]:

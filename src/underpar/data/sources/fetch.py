@@ -224,7 +224,7 @@ def _parse_page(body: bytes, url: str) -> Iterator[RemoteFile]:
 
 def _parse_entry(entry: dict[str, Any], url: str) -> RemoteFile:
     path, lfs = entry.get("path"), entry.get("lfs")
-    if not isinstance(path, str) or not _is_safe(path):
+    if not isinstance(path, str) or not is_safe_path(path):
         raise DataError(f"{url}: the listing holds the path {_quoted(path)}, which is not safe")
     size = lfs.get("size") if isinstance(lfs, dict) else entry.get("size")
     if type(size) is not int or size < 0:
@@ -244,7 +244,7 @@ def _quoted(value: object) -> str:
     return repr(value)[:80] if isinstance(value, str | int) else type(value).__name__
 
 
-def _is_safe(path: str) -> bool:
+def is_safe_path(path: str) -> bool:
     """Whether a relative path stays inside its folder on every system, without odd characters."""
     # A file in .git could change the settings or hooks of a surrounding repository.
     if any(part in ("", ".", "..") or part.lower() == ".git" for part in path.split("/")):

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 SAMPLE_BYTES = 20_000_000
 
 # Far below SAMPLE_BYTES, so that one long document cannot fill the sample.
-_CHARACTERS_PER_DOCUMENT = 1_000_000
+CHARACTERS_PER_DOCUMENT = 1_000_000
 
 
 def sample_by_hash(documents: Iterable[tuple[bytes, str]], cap_bytes: int) -> list[str]:
@@ -19,7 +19,7 @@ def sample_by_hash(documents: Iterable[tuple[bytes, str]], cap_bytes: int) -> li
     for digest, text in documents:
         if digest >= limit or digest in kept:
             continue
-        kept[digest] = text[:_CHARACTERS_PER_DOCUMENT]
+        kept[digest] = text[:CHARACTERS_PER_DOCUMENT]
         heapq.heappush(largest_first, (-int.from_bytes(digest, "big"), digest))
         num_bytes += len(kept[digest].encode())
         while num_bytes > cap_bytes:
