@@ -1,5 +1,6 @@
 """Adding a lever is one file and one line of the table: every contract then holds it to account."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import test_levers as contract
 import torch
 
 from lever_stacks import stack_with
+from underpar.build.levers import plug_levers
 from underpar.build.model import build_model
 from underpar.core.runtime import Runtime
 from underpar.errors import LeverError
@@ -58,6 +60,32 @@ class Lever(nn.Module):
         return x + self.bias.to(x.dtype)
 '''
 
+AVERAGE = '''"""Keeps the latest weights."""
+
+from dataclasses import dataclass
+
+STAGE = "train"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """None."""
+
+
+class Lever:
+    def __init__(self, settings: Settings, spec: object) -> None: ...
+
+    def start(self, weights: dict) -> None: ...
+
+    def update(self, weights: dict, step: int) -> None: ...
+
+    def average(self) -> dict: ...
+
+    def state(self) -> dict: ...
+
+    def load(self, state: dict) -> None: ...
+'''
+
 
 @pytest.fixture(autouse=True)
 def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,6 +131,29 @@ def test_a_lever_with_neither_a_class_nor_a_function_is_refused(
     monkeypatch.setitem(LEVERS, "shapeless", "shapeless")
     with pytest.raises(LeverError, match="neither a class Lever"):
         build_model(stack_with("shapeless"))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("def average(", "def averages(", "no seam of the stage 'train'; define one of average"),
+        ("def state(", "def states(", "the seam 'average' needs a method 'state' too"),
+        (
+            "weights: dict, step: int",
+            "weights: dict",
+            r"update\(weights: dict\).*calls update\(weights, step",
+        ),
+    ],
+)
+def test_a_lever_of_another_stage_must_fit_its_seam(
+    old: str, new: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert old in AVERAGE
+    (tmp_path / "unfit.py").write_text(AVERAGE.replace(old, new))
+    monkeypatch.setitem(LEVERS, "unfit", "unfit")
+    with pytest.raises(LeverError, match=message):
+        plug_levers(stack_with("unfit"), "train")
+    sys.modules.pop("unfit")
 
 
 def test_a_lever_that_looks_ahead_is_caught(
