@@ -50,7 +50,7 @@ def check_call(what: str, hook: Callable[..., Any], method: Callable[..., Any]) 
 
 
 def check_layers(lever: str, layers: tuple[int, ...], spec: ModelSpec) -> tuple[int, ...]:
-    """`layers` as given, once the model is known to have them."""
+    """The same layers, or a RecipeError if the model lacks one or one is named twice."""
     for layer in layers:
         require(
             0 <= layer < spec.num_layers,
@@ -62,7 +62,7 @@ def check_layers(lever: str, layers: tuple[int, ...], spec: ModelSpec) -> tuple[
 
 
 def check_sites(lever: str, sites: int, plan: Sequence[Visit]) -> None:
-    """Refuse another number of `sites` than the plan has repeated visits."""
+    """Refuse a number of `sites` other than the number of repeated visits in the plan."""
     num = 1 + max(visit.site for visit in plan)
     require(sites == num, f"levers.{lever}.sites = {sites}: the plan has {num} repeated visits")
 
@@ -70,7 +70,7 @@ def check_sites(lever: str, sites: int, plan: Sequence[Visit]) -> None:
 def take_turns(start: int, *stacks: Sequence[Any]) -> None:
     """From block `start` on, silence attention in even layers and the MLP in odd ones.
 
-    Side by side is then the same as one after the other: for `agree_`.
+    Branches side by side then compute the same as branches one after the other: for `agree_`.
     """
     for blocks in stacks:
         for layer in range(start, len(blocks)):
@@ -125,8 +125,8 @@ class LeverModule(Protocol):
 class TextTransform(Protocol):
     """Data stage, seam `text`: a bijection of text that runs before the tokenizer.
 
-    Words are transformed one by one: forward(x + y) == forward(x) + forward(y) wherever y begins
-    with a space.
+    Words are transformed one by one: forward(x + y) == forward(x) + forward(y) if y begins with a
+    space.
     """
 
     symbols: str
@@ -136,17 +136,18 @@ class TextTransform(Protocol):
         """The text to tokenize."""
 
     def inverse(self, text: str) -> str:
-        """The source text; a DataError where `text` is none that `forward` gives."""
+        """The source text; a DataError if `forward` never gives this `text`."""
 
     def source_bytes(self, text: str) -> npt.NDArray[np.int64]:
         """The byte law: source bytes behind each code point of a transformed text."""
 
 
 class KVCache(Protocol):
-    """Earlier tokens, wherever they live: in the same flat pack, or in a cache of lanes."""
+    """Earlier tokens: in the same flat pack, or in a cache of lanes (`model/kv_cache.py`)."""
 
     context: int
-    """Tokens at which a piece is cut; known to embeddings, not to visits, which serve all."""
+    """Tokens at which a piece is cut. Embedding may read it; visits may not, as one compiled graph
+    of a visit serves all contexts."""
     positions: Tensor
     """(N,) place of each token in its piece."""
 
@@ -157,14 +158,14 @@ class KVCache(Protocol):
         """
 
     def previous(self, name: str, x: Tensor) -> Tensor:
-        """x (N, ...) one token earlier, zeros where there is none; `name` is the caller's own.
+        """x (N, ...) of the token before each, zeros if there is none; `name` tells callers apart.
 
-        It may be another document's: mask it where a token is BOS_ID.
+        The token before may belong to another document: mask it if the token is BOS_ID.
         """
 
 
 class Branches(Protocol):
-    """A block as a wiring sees it: what it adds to the stream, not how."""
+    """The parts of a block, for a lever that puts them together in another way (`wire`)."""
 
     def mix(self, x: Tensor, stream: Stream) -> Tensor:
         """What the block starts from, given the stream x (N, dim)."""
@@ -257,8 +258,7 @@ class ModelPlace:
 
 
 class ModelLever(ModelHook, ModelPlace):
-    """Model stage: what else a lever may define, which is asked outside of the forward pass or per
-    layer."""
+    """Model stage: what else a lever may define; asked per layer, or outside of forward passes."""
 
     def wires(self, layer: int) -> bool:
         """Whether `wire` replaces the block's own order of attention and MLP."""
@@ -270,8 +270,10 @@ class ModelLever(ModelHook, ModelPlace):
         """Set the parameters with which the model equals the one without this lever."""
 
     def agree_(self, blocks: Sequence[Any], plain: Sequence[Any]) -> None:
-        """Where no parameters of its own make a lever neutral: what these blocks, and those of the
-        plain stack, need besides."""
+        """Change blocks of this stack and of the plain one so that both compute the same.
+
+        For a lever that none of its own parameters makes neutral.
+        """
 
     def dead(self, plan: Sequence[Visit]) -> dict[str, Tensor]:
         """Parameter -> mask of elements that this plan never uses, so no gradient reaches them."""
@@ -302,7 +304,7 @@ class Penalty(Protocol):
     def penalty(self, model: nn.Module, step: int, p: float) -> Tensor | None:
         """What is added to the loss after `step` steps, at p (0 to 1) of the budget; None: nothing.
 
-        In nats a token, once for the whole batch.
+        In nats per token, once for the whole batch.
         """
 
 
@@ -310,10 +312,10 @@ class Disguise(Protocol):
     """Train stage, seam `disguise`: other weights for the forward and backward passes of a step."""
 
     def disguise(self, weights: Mapping[str, Tensor], p: float) -> AbstractContextManager[None]:
-        """Inside, the weights are others; behind it, they are what they were, bit for bit.
+        """Inside, the weights are others; afterwards they are what they were, bit for bit.
 
-        They are changed in place, the same on every rank: gradients are taken where the disguise
-        is and used where the weights are. Asked in every step; p (0 to 1) is that of the budget.
+        They are changed in place, the same on every rank: gradients are taken at the disguised
+        weights and applied to the true ones. Asked in every step; p (0 to 1) is that of the budget.
         """
 
 
@@ -324,7 +326,7 @@ class Adapter(Protocol):
     """
 
     epochs: int
-    """Passes over each chunk, with one update behind each."""
+    """Passes over each chunk, with one update after each."""
 
     def attach(self, model: Any) -> None:
         """Add what the adapter needs to the model, once: hooks, and parameters under `levers`."""
@@ -357,8 +359,77 @@ class Phases(Protocol):
         """
 
 
-# Infer stage, seam `propose`: an Expert, which guesses tokens; it is in infer/experts.py.
+class Proposer(Protocol):
+    """Infer stage, seam `propose`: an expert that guesses tokens (`Expert` in infer/experts.py)."""
 
-# Infer stage, seam `classes`: the class of each token (V,), with `attach(model)` for a model whose
-# logits get a scale and a bias by class. Packing fits these, `settings.scales` and `.biases`, and
-# writes them into the artifact's recipe; a score can have no others.
+    def open(self, num_histories: int, num_targets: int) -> None:
+        """Forget everything; make room for so many targets over all histories."""
+
+    def propose(self, history: int, targets: npt.NDArray[np.int64]) -> Any:
+        """The guesses for the next targets (n,) of a history, made from targets before them."""
+
+    def state(self) -> dict[str, npt.NDArray[Any]]:
+        """What a resumed scoring needs, by names of its own."""
+
+    def load(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Put a state back."""
+
+
+class DocumentAdapters(Protocol):
+    """Infer stage, seam `lora`: adapters per document, which a scoring engine of their own uses."""
+
+    engine: str
+    """The module whose DocumentScorer scores with them."""
+
+    @property
+    def lora(self) -> Any:
+        """Settings of the adapters (`LoraSettings` in infer/lora.py)."""
+
+
+class TokenClasses(Protocol):
+    """Infer stage, seam `classes`: a scale and a bias for the logits of each class of tokens.
+
+    Packing fits both, `settings.scales` and `settings.biases`, and writes them into the artifact's
+    recipe; a score can have no others.
+    """
+
+    settings: Any
+    classes: Tensor
+    """(V,) class of each token."""
+
+    def attach(self, model: Any) -> None:
+        """Apply scales and biases to the model's logits."""
+
+
+# Stage -> seam, an attribute by which the lever is found -> what a lever with it must have.
+STAGE_SEAMS: dict[str, dict[str, type]] = {
+    "data": {"inverse": TextTransform},
+    "train": {"average": Averager, "penalty": Penalty, "disguise": Disguise},
+    "infer": {
+        "parameters": Adapter,
+        "boundaries": Phases,
+        "propose": Proposer,
+        "lora": DocumentAdapters,
+        "classes": TokenClasses,
+    },
+}
+
+
+def check_stage(name: str, stage: str, lever: Any) -> None:
+    """Refuse a lever without a seam of its stage, or with methods that a seam cannot call.
+
+    Levers of the stage "model" are checked when the model is built (`model/hooks.py`).
+    """
+    seams = STAGE_SEAMS.get(stage)
+    if seams is None:
+        return
+    has = [seam for seam in seams if hasattr(lever, seam)]
+    if not has:
+        raise LeverError(
+            f"lever {name!r} has no seam of the stage {stage!r}; define one of {', '.join(seams)}"
+        )
+    for seam in has:
+        for method in methods_of(seams[seam]):
+            if not hasattr(lever, method):
+                raise LeverError(f"lever {name!r}: the seam {seam!r} needs a method {method!r} too")
+            check_call(f"lever {name!r}", getattr(lever, method), getattr(seams[seam], method))

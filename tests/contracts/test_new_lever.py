@@ -5,6 +5,7 @@ Adding a lever is one file and one line of the table; the contracts then run on 
 
 import ast
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 
 from lever_stacks import stack_with
 from underpar import levers
+from underpar.build.levers import plug_levers
 from underpar.build.model import build_model
 from underpar.core.runtime import Runtime
 from underpar.errors import LeverError
@@ -31,6 +33,33 @@ COMMENTED, FILE, LINE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 # The lever that the README shows.
 README = (Path(__file__).parents[2] / "README.md").read_text()
 README_FILE = re.findall(r"```py\n(.*?)```", README, re.DOTALL)[0]
+
+
+AVERAGE = '''"""Keeps the latest weights."""
+
+from dataclasses import dataclass
+
+STAGE = "train"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """None."""
+
+
+class Lever:
+    def __init__(self, settings: Settings, spec: object) -> None: ...
+
+    def start(self, weights: dict) -> None: ...
+
+    def update(self, weights: dict, step: int) -> None: ...
+
+    def average(self) -> dict: ...
+
+    def state(self) -> dict: ...
+
+    def load(self, state: dict) -> None: ...
+'''
 
 
 @pytest.fixture
@@ -109,6 +138,28 @@ def test_a_lever_with_neither_a_class_nor_a_function_is_refused(add: Callable[..
     add("shapeless", FILE.replace("class Lever(", "class Bias("))
     with pytest.raises(LeverError, match="neither a class Lever"):
         build_model(stack_with("shapeless"))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("def average(", "def averages(", "no seam of the stage 'train'; define one of average"),
+        ("def state(", "def states(", "the seam 'average' needs a method 'state' too"),
+        (
+            "weights: dict, step: int",
+            "weights: dict",
+            r"update\(weights: dict\).*calls update\(weights, step",
+        ),
+    ],
+)
+def test_a_lever_of_another_stage_must_fit_its_seam(
+    old: str, new: str, message: str, add: Callable[..., None]
+) -> None:
+    assert old in AVERAGE
+    add("unfit", AVERAGE.replace(old, new))
+    with pytest.raises(LeverError, match=message):
+        plug_levers(stack_with("unfit"), "train")
+    sys.modules.pop("underpar.levers.unfit")
 
 
 def test_a_lever_that_looks_ahead_is_caught(add: Callable[..., None]) -> None:

@@ -130,11 +130,11 @@ def test_the_operator_is_well_registered(backend: str) -> None:
     q, k, v = draw([5, 0, 9])
     cu = cuts([5, 0, 9])
     forward = torch.ops.underpar.attend.default
-    torch.library.opcheck(forward, (q, k, v, cu, [9, 0], backend))
+    torch.library.opcheck(forward, (q, k, v, cu, 9, 0, backend))
     with torch.no_grad():
-        saved = [q, k, v, *forward(q, k, v, cu, [9, 4], backend)]
+        saved = [q, k, v, *forward(q, k, v, cu, 9, 4, backend)]
         plain = [t.detach() for t in saved]
-    arguments = (torch.ones_like(q), plain, cu, [9, 4], backend)
+    arguments = (torch.ones_like(q), plain, cu, 9, 4, backend)
     torch.library.opcheck(torch.ops.underpar.attend_backward.default, arguments)
 
 

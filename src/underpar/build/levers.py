@@ -9,7 +9,7 @@ from underpar.data.transforms import IDENTITY
 from underpar.errors import LeverError
 from underpar.levers import LEVERS, lever_module
 from underpar.recipe import ModelSpec, Recipe, fields_from, require, require_known
-from underpar.seams import LeverModule
+from underpar.seams import LeverModule, check_stage
 
 
 def lever_names() -> list[str]:
@@ -76,7 +76,9 @@ def plug_lever(name: str, settings: Any, spec: ModelSpec) -> Any:
             f"lever {name!r}: {LEVERS[name]} has neither a class Lever(settings, spec) nor a "
             "function plug(settings, spec); define one of them"
         )
-    return make(settings, spec)
+    lever = make(settings, spec)
+    check_stage(name, module.STAGE, lever)
+    return lever
 
 
 def transform_of(recipe: Recipe) -> str:

@@ -79,7 +79,7 @@ def _count(func: OpOverload, args: Sequence[Any], result: Any) -> int:
     name = func.overloadpacket.__name__
     if name == "attend":
         num_tokens, num_heads, head_dim = args[0].shape
-        max_len, window = args[4]
+        max_len, window = args[4:6]
         return 4 * num_heads * head_dim * count_keys(num_tokens, max_len, window)
     if name in MATMULS:
         place = MATMULS[name]

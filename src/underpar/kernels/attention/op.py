@@ -32,71 +32,74 @@ def attend(
     """
     assert q.dtype == k.dtype == v.dtype and q.size(1) % k.size(1) == 0
     assert cu.dtype == torch.int32 and cu.device == q.device and window >= 0
-    out: Tensor = torch.ops.underpar.attend(q, k, v, cu, [max_len, window], backend or "")[0]
+    out: Tensor = torch.ops.underpar.attend(q, k, v, cu, max_len, window, backend or "")[0]
     return out
 
 
 # Defined by schema and not by torch.library.custom_op, whose first call imports the compiler.
-# `limits` are max_len and window; `saved` are the tensors of Saved. Whatever computes them, results
-# have the same shapes: `lse` is zeros where a backend makes none.
+# `saved` are the tensors of Saved. Results have the same shapes whichever backend computes them:
+# `lse` is zeros if a backend makes none.
 define(
     "underpar::attend",
-    "(Tensor q, Tensor k, Tensor v, Tensor cu, int[] limits, str backend) -> (Tensor, Tensor)",
+    "(Tensor q, Tensor k, Tensor v, Tensor cu, int max_len, int window, str backend)"
+    " -> (Tensor, Tensor)",
 )
 define(
     "underpar::attend_backward",
-    "(Tensor grad, Tensor[] saved, Tensor cu, int[] limits, str backend)"
+    "(Tensor grad, Tensor[] saved, Tensor cu, int max_len, int window, str backend)"
     " -> (Tensor, Tensor, Tensor)",
 )
 
 
 @impl("underpar::attend", "CompositeExplicitAutograd")
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, cu: Tensor, limits: list[int], backend: str
+    q: Tensor, k: Tensor, v: Tensor, cu: Tensor, max_len: int, window: int, backend: str
 ) -> tuple[Tensor, Tensor]:
     # An operator computes in the precision that it is given.
     with torch.autocast(q.device.type, enabled=False):
-        out, lse = _chosen(backend, q, limits).forward(q, k, v, Pieces(cu, *limits))
+        out, lse = _chosen(backend, q, window).forward(q, k, v, Pieces(cu, max_len, window))
     return out.contiguous(), lse if lse.numel() else lse.new_zeros(q.size(1), q.size(0))
 
 
-def _chosen(name: str, q: Tensor, limits: list[int]) -> Backend:
-    return find_backend(name or backend_of(q.device, q.dtype, limits[1] > 0))
+def _chosen(name: str, q: Tensor, window: int) -> Backend:
+    return find_backend(name or backend_of(q.device, q.dtype, window > 0))
 
 
 @register_fake("underpar::attend")
 def _(
-    q: Tensor, k: Tensor, v: Tensor, cu: Tensor, limits: list[int], backend: str
+    q: Tensor, k: Tensor, v: Tensor, cu: Tensor, max_len: int, window: int, backend: str
 ) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty((q.size(1), q.size(0)), dtype=torch.float32)
 
 
 @impl("underpar::attend_backward", "CompositeExplicitAutograd")
 def _attend_backward(
-    grad: Tensor, saved: list[Tensor], cu: Tensor, limits: list[int], backend: str
+    grad: Tensor, saved: list[Tensor], cu: Tensor, max_len: int, window: int, backend: str
 ) -> Gradients:
     with torch.autocast(grad.device.type, enabled=False):
-        own = _chosen(backend, saved[0], limits)
-        dq, dk, dv = own.backward(grad.contiguous(), Saved(*saved), Pieces(cu, *limits))
+        chosen, pieces = _chosen(backend, saved[0], window), Pieces(cu, max_len, window)
+        dq, dk, dv = chosen.backward(grad.contiguous(), Saved(*saved), pieces)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
 @register_fake("underpar::attend_backward")
-def _(grad: Tensor, saved: list[Tensor], cu: Tensor, limits: list[int], backend: str) -> Gradients:
+def _(
+    grad: Tensor, saved: list[Tensor], cu: Tensor, max_len: int, window: int, backend: str
+) -> Gradients:
     q, k, v, *_ = saved
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, cu, ctx.limits, ctx.backend = inputs
+    q, k, v, cu, *ctx.rest = inputs
     ctx.save_for_backward(q, k, v, *output, cu)
     ctx.mark_non_differentiable(output[1])
 
 
 def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     *saved, cu = ctx.saved_tensors
-    gradients = torch.ops.underpar.attend_backward(grad, saved, cu, ctx.limits, ctx.backend)
-    return *gradients, None, None, None
+    gradients = torch.ops.underpar.attend_backward(grad, saved, cu, *ctx.rest)
+    return *gradients, None, None, None, None
 
 
 register_autograd("underpar::attend", _differentiate, setup_context=_save)
