@@ -17,7 +17,7 @@ from commands import run, run_json
 from tiny import TinyRun
 from underpar.cli import app
 from underpar.cli.options import PANELS
-from underpar.errors import UnderparError
+from underpar.errors import ArtifactError, UnderparError
 
 Fails = Callable[..., str]
 
@@ -155,9 +155,13 @@ def test_what_a_stopped_score_left_is_refused_if_damaged(
     assert {p.name for p in tmp_path.iterdir()} == {"model.upar", "score-plain.json"}
 
 
-def test_size_forecasts_and_enforces(fails: Fails) -> None:
+def test_size_forecasts_and_enforces() -> None:
     assert run_json("size", "cpu")["total_bytes"] < 16_000_000
-    assert "over the cap" in fails("size", "cpu", "--set", "limits.cap_bytes=1000")
+    found = CliRunner().invoke(app, ["size", "cpu", "--set", "limits.cap_bytes=1000"])
+    assert isinstance(found.exception, ArtifactError)
+    assert "over the cap" in str(found.exception)
+    # The table shows by how much.
+    assert "left" in found.stdout
 
 
 def test_doctor() -> None:

@@ -14,6 +14,8 @@ from underpar.stages.demo import fresh_run, run_demo
 
 SMALL = ["train.budget_seconds=0", "train.budget_steps=5", "model.num_layers=1", "model.dim=64"]
 SMALL += ["model.num_heads=2", "model.num_kv_heads=1", "model.mlp_dim=64"]
+# A third of the demo's held-out documents.
+SMALL += ["data.holdout=0.03"]
 
 
 def test_a_small_demo_runs_every_stage(tmp_path: Path) -> None:

@@ -378,10 +378,11 @@ def demo(
 def _show_demo(result: dict[str, Any]) -> None:
     plain, adapted, coded = result["plain"], result["adapted"], result["document"]
     saved = 100 - plain["percent_of_xz"]
+    against_xz = f"{abs(saved):.1f} % {'fewer' if saved >= 0 else 'more'}"
     rows = [
         ("held-out text", f"{plain['documents']} documents, {plain['bytes']:,} bytes"),
         ("xz -9, all in one file", f"{plain['xz_bpb']:.4f} bits per byte"),
-        ("model", f"{plain['bpb']:.4f} bits per byte, {saved:.1f} % fewer than xz"),
+        ("model", f"{plain['bpb']:.4f} bits per byte, {against_xz} than xz"),
         ("model, adapting as it reads", f"{adapted['bpb']:.4f} bits per byte"),
         ("model with its own bytes", f"{plain['bpb_with_artifact']:.4f} bits per byte"),
         ("artifact and code", f"{result['total_bytes']:,} bytes"),
