@@ -138,6 +138,14 @@ def test_the_architecture_page_states_these_levels() -> None:
     assert stated == LEVELS
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda p: p.name)
+def test_files_that_the_docs_name_exist(page: Path) -> None:
+    named = set(re.findall(r"`((?:[\w.]+/)+[\w.]+\.(?:py|toml))`", page.read_text()))
+    # Names in capitals stand for a name to choose; the bias levers are made up by the pages.
+    named = {n for n in named if not re.search(r"\b(?:NAME|OP)\b|/(?:channel|branch)_bias\.py", n)}
+    assert [n for n in named if not (SOURCE / n).exists() and not (ROOT / n).exists()] == []
+
+
 def test_test_files_have_names_of_their_own() -> None:
     names = [f.name for f in (ROOT / "tests").rglob("test_*.py")]
     assert len(names) == len(set(names))
