@@ -18,24 +18,30 @@ from underpar.recipe import ModelSpec
 
 
 class ChunkCache:
-    """A past of L lanes; N = L * C tokens a step, lane by lane, padded at the end of each lane."""
+    """The cache of L lanes, each reading one document.
+
+    A step reads C tokens per lane: N = L * C tokens, lane by lane, padded at the end of each lane.
+    Earlier chunks are kept without gradient, as in Transformer-XL (Dai et al. 2019,
+    arXiv:1901.02860): a training step costs a chunk, not a window. Shapes depend on L and C only,
+    so no step waits for the device.
+    """
 
     def __init__(self, spec: ModelSpec, num_lanes: int, device: torch.device | str) -> None:
         self.context = spec.context
         self.lengths = torch.zeros(num_lanes, dtype=torch.long, device=device)
-        """(L,) tokens of its piece that each lane has read, at most `context`."""
+        """(L,) number of tokens that each lane has read of its segment, at most `context`."""
         self.positions = self.lengths
         self.room = 0
-        """Tokens a lane for which there is memory."""
+        """Tokens per lane for which memory is allocated."""
         self._spec = spec
         self._lanes = torch.arange(num_lanes, device=device)
-        # Keys and values (2, L, room, K, D) by slot: a layer visited twice has two pasts.
+        # Keys and values (2, L, room, K, D) by slot: a layer that is visited twice has two caches.
         self._slots: dict[int, Tensor] = {}
         self._last: dict[str, Tensor] = {}
         self.forget()
 
     def forget(self) -> None:
-        """Leave a step that is not committed: between steps there is none, nor what it made."""
+        """Drop a step that was not committed, with everything that it computed."""
         self._step: Place | None = None
         self._read: dict[str, Tensor] = {}
 
@@ -47,13 +53,13 @@ class ChunkCache:
         assert width > 0 and 0 < farthest <= self.context
         self.forget()
         self.reserve(farthest)
-        # Of their own: the lengths go on when the step is kept.
+        # A copy, because `commit` changes the lengths in place.
         starts = self.lengths.clone()
         self._step = Place(starts, counts)
         self.positions = (starts[:, None] + torch.arange(width, device=starts.device)).flatten()
 
     def reserve(self, length: int) -> None:
-        """Have memory for lanes of `length` tokens: up to it, nothing moves to another address."""
+        """Allocate for lanes of `length` tokens. Up to this length no tensor moves in memory."""
         needed = _whole_spans(length + 1)
         if needed <= self.room:
             return
@@ -85,7 +91,7 @@ class ChunkCache:
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Keep what the step has read: the lanes go on behind it."""
+        """Keep what the step has read; the next step continues after it."""
         counts = self._begun.counts
         ends = (counts - 1).clamp(min=0)
         for name, rows in self._read.items():
@@ -101,13 +107,13 @@ class ChunkCache:
         return self._step
 
     def reset(self, lanes: Tensor) -> None:
-        """Empty the lanes where `lanes` (L,) is true: a new document, or a new piece, begins."""
+        """Empty the lanes where `lanes` (L,) is true: a new document or a new segment begins."""
         self.lengths.masked_fill_(lanes, 0)
         for last in self._last.values():
             last.masked_fill_(lanes.view(-1, *[1] * (last.ndim - 1)), 0)
 
     def empty_like(self, num_lanes: int) -> ChunkCache:
-        """So many lanes of the same kind that have read nothing."""
+        """A cache of `num_lanes` lanes of the same model that have read nothing."""
         return ChunkCache(self._spec, num_lanes, self.lengths.device)
 
     def put(self, lanes: Sequence[int], other: ChunkCache) -> None:
@@ -121,12 +127,12 @@ class ChunkCache:
             own[lanes] = last
 
     def state(self) -> dict[str, Any]:
-        """All that was read, between two steps: live tensors."""
+        """Everything that was read, between two steps. The tensors are live, not copies."""
         own = {"lengths": self.lengths, "room": self.room}
         return {**own, "slots": self._slots, "last": self._last}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state of as many lanes, at the same addresses, or of fewer."""
+        """Continue from a state of as many lanes or fewer. Tensors keep their addresses."""
         lengths, device = state["lengths"], self.lengths.device
         if len(lengths) < len(self._lanes):
             self.keep(self._lanes[: len(lengths)])

@@ -228,7 +228,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Up, nonlinearity, down."""
+    """Up, squared ReLU (So et al. 2021, arXiv:2109.08668), down."""
 
     def __init__(self, spec: ModelSpec, layer: int, hooks: Hooks) -> None:
         super().__init__()
@@ -266,7 +266,7 @@ def make_plan(order: tuple[int, ...]) -> tuple[Visit, ...]:
 
 
 def frequencies_of(num_dims: int, base: float) -> Tensor:
-    """Turns a token (num_dims / 2,) of the channel pairs.
+    """Radians per token (num_dims / 2,) of each pair of channels.
 
     fp32 always: half-precision frequencies give distant neighbours the same angle.
     """
@@ -280,7 +280,10 @@ def angles_of(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate x (N, heads, D): channel j pairs with channel j + pairs; the rest carries no place."""
+    """Rotate x (N, heads, D) by its position (RoPE, Su et al. 2021, arXiv:2104.09864).
+
+    Channel j is rotated with channel j + pairs; channels after the pairs stay as they are.
+    """
     cos, sin = (a.to(x.dtype) for a in angles)
     half = cos.size(-1)
     a, b, rest = x.split((half, half, x.size(-1) - 2 * half), dim=-1)

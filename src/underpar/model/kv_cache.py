@@ -18,7 +18,7 @@ SPAN = 64
 
 
 class PackedCache:
-    """The past of a flat pack: pieces for attention, the token before for everything else."""
+    """The cache of a flat pack: attention within each segment, and the token before each token."""
 
     def __init__(self, segments: Segments) -> None:
         self.cu, self.max_len = segments.cu, segments.max_len
@@ -26,7 +26,7 @@ class PackedCache:
         self.positions = segments.positions
 
     def attend(self, slot: int, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-        """Causal attention within each piece."""
+        """Causal attention within each segment."""
         return attend(q, k, v, self.cu, self.max_len, window)
 
     def previous(self, name: str, x: Tensor) -> Tensor:
@@ -35,14 +35,19 @@ class PackedCache:
 
 
 class LaneCache:
-    """A past of lanes; a lane that reaches `context` starts its piece again at position 0."""
+    """Keys and values of lanes that step together, one document per lane.
+
+    A lane that reaches `context` begins a new segment at position 0. Shapes depend only on the
+    number of lanes and on the farthest position, never on the tokens. Repeating the same steps
+    therefore gives the same floats, bit for bit, which the codec relies on.
+    """
 
     def __init__(self, spec: ModelSpec, num_lanes: int, device: torch.device) -> None:
         self.context = spec.context
         self._lanes = torch.arange(num_lanes, device=device)
         self.positions = torch.zeros(num_lanes, dtype=torch.long, device=device)
         self._sizes = (spec.num_kv_heads, spec.head_dim)
-        # Keys and values by slot of the plan, not by layer: a layer visited twice has two pasts.
+        # Keys and values by slot of the plan, not by layer: a layer that is visited twice has two caches.
         self._slots: dict[int, Tensor] = {}
         self._offsets = torch.arange(spec.context, device=device)
         self._span = SPAN
@@ -67,7 +72,7 @@ class LaneCache:
         return y[:, :, 0]
 
     def _room(self, slot: int, like: Tensor) -> Tensor:
-        """Keys and values (2, L, K, room, D) of a slot; the room doubles as pieces grow."""
+        """Keys and values (2, L, K, room, D) of a slot; the room doubles as segments grow."""
         num_heads, head_dim = self._sizes
         cache = self._slots.get(slot)
         if cache is None:
@@ -86,7 +91,7 @@ class LaneCache:
         return last
 
     def advance(self) -> None:
-        """Move every lane on by one token; a full piece begins again."""
+        """Move every lane on by one token; a full segment begins again at position 0."""
         self.positions = (self.positions + 1) % self.context
 
     def keep(self, lanes: Tensor) -> None:
