@@ -308,13 +308,15 @@ class Penalty(Protocol):
         """
 
 
-class Disguise(Protocol):
-    """Train stage, seam `disguise`: other weights for the forward and backward passes of a step."""
+class FakeQuantizer(Protocol):
+    """Train stage, seam `fake_quantize`: other weights for the passes of a step."""
 
-    def disguise(self, weights: Mapping[str, Tensor], p: float) -> AbstractContextManager[None]:
+    def fake_quantize(
+        self, weights: Mapping[str, Tensor], p: float
+    ) -> AbstractContextManager[None]:
         """Inside, the weights are others; afterwards they are what they were, bit for bit.
 
-        They are changed in place, the same on every rank: gradients are taken at the disguised
+        They are changed in place, the same on every rank: gradients are taken at the fake-quantized
         weights and applied to the true ones. Asked in every step; p (0 to 1) is that of the budget.
         """
 
@@ -404,7 +406,7 @@ class TokenClasses(Protocol):
 # Stage -> seam, an attribute by which the lever is found -> what a lever with it must have.
 STAGE_SEAMS: dict[str, dict[str, type]] = {
     "data": {"inverse": TextTransform},
-    "train": {"average": Averager, "penalty": Penalty, "disguise": Disguise},
+    "train": {"average": Averager, "penalty": Penalty, "fake_quantize": FakeQuantizer},
     "infer": {
         "parameters": Adapter,
         "boundaries": Phases,

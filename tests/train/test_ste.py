@@ -105,7 +105,7 @@ def test_gradients_are_those_of_the_straight_through_estimator(kind: torch.dtype
     loss = functional_call(toy, shifted, (x,)).square().mean()
     expected = torch.autograd.grad(loss, list(parameters.values()))
     before = {name: w.clone() for name, w in toy.state_dict().items()}
-    with lever.disguise(toy.state_dict(), 0.0):
+    with lever.fake_quantize(toy.state_dict(), 0.0):
         assert not torch.equal(toy.first.weight, before["first.weight"])
         ours = toy(x).square().mean()
         ours.backward()
@@ -119,7 +119,7 @@ def test_gradients_are_those_of_the_straight_through_estimator(kind: torch.dtype
 def test_only_matrices_that_fit_the_pattern_change(model: GPT) -> None:
     before = {name: w.clone() for name, w in model.state_dict().items()}
     expected = before | rounded_weights(model)
-    with plug(ALWAYS, model.spec).disguise(model.state_dict(), 0.0):
+    with plug(ALWAYS, model.spec).fake_quantize(model.state_dict(), 0.0):
         inside = {name: w.clone() for name, w in model.state_dict().items()}
     assert all(torch.equal(inside[name], w) for name, w in expected.items())
     changed = {name for name, w in inside.items() if not torch.equal(w, before[name])}
@@ -132,13 +132,16 @@ def test_only_matrices_that_fit_the_pattern_change(model: GPT) -> None:
 def test_it_acts_late(model: GPT, p: float, acts: bool) -> None:
     weight = model.state_dict()["blocks.0.attn.q.weight"]
     before = weight.clone()
-    with plug(Settings(), model.spec).disguise(model.state_dict(), p):
+    with plug(Settings(), model.spec).fake_quantize(model.state_dict(), p):
         assert torch.equal(weight, before) != acts
 
 
 def test_an_error_puts_the_weights_back(model: GPT) -> None:
     before = {name: w.clone() for name, w in model.state_dict().items()}
-    with pytest.raises(ZeroDivisionError), plug(ALWAYS, model.spec).disguise(model.state_dict(), 0):
+    with (
+        pytest.raises(ZeroDivisionError),
+        plug(ALWAYS, model.spec).fake_quantize(model.state_dict(), 0),
+    ):
         raise ZeroDivisionError
     assert all(torch.equal(w, before[name]) for name, w in model.state_dict().items())
 
@@ -152,7 +155,7 @@ def batches_of(rank: int, world: int) -> Iterator[Batch]:
 def test_ranks_add_up_to_the_gradients_of_one(model: GPT, monkeypatch: pytest.MonkeyPatch) -> None:
     def gradients(rank: int, world: int) -> dict[str, Tensor]:
         model.zero_grad()
-        with plug(ALWAYS, model.spec).disguise(model.state_dict(), 0.0):
+        with plug(ALWAYS, model.spec).fake_quantize(model.state_dict(), 0.0):
             accumulate(model, batches_of(rank, world), 4, Runtime(CPU, rank, world))
         return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
@@ -195,7 +198,7 @@ def test_the_neutral_setting_is_the_run_without_it(
 ) -> None:
     sets = ["levers.ema=true", f"levers.ste.start={NEUTRAL.start}"]
     neutral = trainer_of(tiny_data, tmp_path, *sets)
-    assert len(neutral.disguises) == 1 and not plain.disguises
+    assert len(neutral.fake_quantizers) == 1 and not plain.fake_quantizers
     assert neutral.run()
     assert losses(neutral) == losses(plain)
     assert same_weights(neutral, plain)
@@ -324,7 +327,7 @@ def test_compiled_it_acts_without_another_graph(
 
     def gradient(run: Eager, p: float) -> Tensor:
         model.zero_grad()
-        with lever.disguise(model.state_dict(), p):
+        with lever.fake_quantize(model.state_dict(), p):
             mean_loss(model, batch, run).backward()
         grad = model.get_parameter("blocks.0.attn.q.weight").grad
         assert grad is not None

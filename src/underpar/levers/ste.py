@@ -64,7 +64,9 @@ class StraightThrough:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
 
-    def disguise(self, weights: Mapping[str, Tensor], p: float) -> AbstractContextManager[None]:
+    def fake_quantize(
+        self, weights: Mapping[str, Tensor], p: float
+    ) -> AbstractContextManager[None]:
         """Round the matrices inside the context; restore them bit for bit after it."""
         pattern = self.settings.pattern
         chosen = [

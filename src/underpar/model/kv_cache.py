@@ -47,7 +47,7 @@ class LaneCache:
         self._lanes = torch.arange(num_lanes, device=device)
         self.positions = torch.zeros(num_lanes, dtype=torch.long, device=device)
         self._sizes = (spec.num_kv_heads, spec.head_dim)
-        # Keys and values by slot of the plan, not by layer: a layer that is visited twice has two caches.
+        # By slot of the plan, not by layer: a layer that is visited twice has two caches.
         self._slots: dict[int, Tensor] = {}
         self._offsets = torch.arange(spec.context, device=device)
         self._span = SPAN

@@ -112,7 +112,7 @@ def make_trainer(recipe: Recipe, data: DataFolder, folder: RunFolder, runtime: R
         validator=make_validator(recipe, data.val, runtime),
         averagers=[lever for lever in levers if hasattr(lever, "average")],
         penalties=[lever for lever in levers if hasattr(lever, "penalty")],
-        disguises=[lever for lever in levers if hasattr(lever, "disguise")],
+        fake_quantizers=[lever for lever in levers if hasattr(lever, "fake_quantize")],
         size_of=size.total_bytes,
     )
 

@@ -26,7 +26,7 @@ from underpar.data.loader import Batch, Loader
 from underpar.kernels.attention import backend_of
 from underpar.model.network import EAGER, Eager, Network
 from underpar.recipe import TrainPart
-from underpar.seams import Averager, Disguise, Penalty
+from underpar.seams import Averager, FakeQuantizer, Penalty
 from underpar.train import schedule
 from underpar.train.checkpoint import Position, read_checkpoint, save_checkpoint
 from underpar.train.events import EventWriter
@@ -70,7 +70,7 @@ class Trainer:
     validator: Validator
     averagers: list[Averager] = field(default_factory=list)
     penalties: list[Penalty] = field(default_factory=list)
-    disguises: list[Disguise] = field(default_factory=list)
+    fake_quantizers: list[FakeQuantizer] = field(default_factory=list)
     size_of: SizeOf | None = None
     runner: Eager = field(init=False)
     """Runs the parts of each forward pass: as they are written, or compiled."""
@@ -175,13 +175,13 @@ class Trainer:
 
     def _accumulate(self, batches: Iterator[Batch], step: int, p: float) -> torch.Tensor:
         """Leave the gradients of one global batch on every rank; returns its mean loss."""
-        with ExitStack() as disguised:
-            for lever in self.disguises:
-                disguised.enter_context(lever.disguise(self._weights(), p))
+        with ExitStack() as fake_quantized:
+            for lever in self.fake_quantizers:
+                fake_quantized.enter_context(lever.fake_quantize(self._weights(), p))
 
             def penalty() -> torch.Tensor | None:
                 # Penalties read the true weights.
-                disguised.close()
+                fake_quantized.close()
                 return sum_penalties(self.penalties, self.model, step, p)
 
             num_micro = self.loader.num_micro_batches
