@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tiny import TinyRun
-from underpar.audit import rules
+from underpar.audit import behaviour, rules
 from underpar.audit.case import Case
 from underpar.audit.finding import FAIL, NOT_SHOWN, PASS, Finding
 from underpar.audit.probes import first_documents
@@ -200,10 +200,10 @@ class LearnsQuietly(LearnsFirst):
 @pytest.mark.parametrize(
     ("cheat", "rule"),
     [
-        (PeeksAhead, rules.causality),
-        (ForgetsBorders, rules.causality),
-        (LearnsFirst, rules.causality),
-        (SeesTarget, rules.normalization),
+        (PeeksAhead, behaviour.causality),
+        (ForgetsBorders, behaviour.causality),
+        (LearnsFirst, behaviour.causality),
+        (SeesTarget, behaviour.normalization),
         (PeeksAhead, rules.reproduction),
         (LearnsQuietly, rules.reproduction),
     ],
@@ -223,8 +223,10 @@ def test_learning_before_pricing_is_seen_in_the_events(case: Case) -> None:
     ):
         forged = dataclasses.replace(adapted, events=events)
         scores = case.scores | {"adapt": forged}
-        assert rules.score_before_update(dataclasses.replace(case, scores=scores)).verdict == FAIL
-    assert rules.score_before_update(case).verdict == PASS
+        assert (
+            behaviour.score_before_update(dataclasses.replace(case, scores=scores)).verdict == FAIL
+        )
+    assert behaviour.score_before_update(case).verdict == PASS
 
 
 def test_reading_ahead_is_seen_by_replacing_what_comes(case: Case) -> None:
@@ -238,8 +240,8 @@ def test_reading_ahead_is_seen_by_replacing_what_comes(case: Case) -> None:
         return case.rescore(score, shard, commit)
 
     cheat = dataclasses.replace(case, rescore=reads_ahead)
-    assert rules.score_before_update(cheat).verdict == FAIL
-    assert rules.decodable_order(cheat).verdict == FAIL
+    assert behaviour.score_before_update(cheat).verdict == FAIL
+    assert behaviour.decodable_order(cheat).verdict == FAIL
 
 
 def scored_with(tiny_run: TinyRun, case: Case, method: Method) -> Case:
@@ -262,19 +264,19 @@ def scored_with(tiny_run: TinyRun, case: Case, method: Method) -> Case:
 )
 def test_methods_that_can_be_decoded_pass(tiny_run: TinyRun, case: Case, method: Method) -> None:
     mine = scored_with(tiny_run, case, method)
-    for rule in (rules.coverage, rules.score_before_update, rules.decodable_order):
+    for rule in (rules.coverage, behaviour.score_before_update, behaviour.decodable_order):
         finding = rule(mine)
         assert finding.verdict == PASS, finding.summary
 
 
 def test_the_published_order_cannot_be_decoded(tiny_run: TinyRun, case: Case) -> None:
     mine = scored_with(tiny_run, case, Method(("lora_ttt", "tilt"), order=PUBLISHED))
-    finding = rules.decodable_order(mine)
+    finding = behaviour.decodable_order(mine)
     assert finding.verdict == FAIL
     assert "no decoder could follow lora_ttt+tilt+published" in finding.summary
     assert finding.evidence["changed_prices"]["lora_ttt+tilt+published"] > 0
     # Experts follow the file, adapters the lengths: there is no order for both.
-    finding = rules.score_before_update(mine)
+    finding = behaviour.score_before_update(mine)
     assert finding.verdict == FAIL
     assert finding.evidence["wrong_events"] == {"lora_ttt+tilt+published": 0}
     assert finding.evidence["changed_prices"]["lora_ttt+tilt+published"] > 0
@@ -283,7 +285,7 @@ def test_the_published_order_cannot_be_decoded(tiny_run: TinyRun, case: Case) ->
 def test_a_gpu_tries_methods_on_more_and_longer_documents(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    few, many = (rules.probe_size(torch.device(kind)) for kind in ("cpu", "cuda:1"))
+    few, many = (behaviour.probe_size(torch.device(kind)) for kind in ("cpu", "cuda:1"))
     assert few == (6, 160) and many == (24, 320)
     seen = []
 
@@ -291,7 +293,7 @@ def test_a_gpu_tries_methods_on_more_and_longer_documents(
         seen.append((shard.num_documents, int(np.diff(shard.starts).max())))
         return case.rescore(score, shard, on_commit)
 
-    assert rules.decodable_order(dataclasses.replace(case, rescore=rescore)).verdict == PASS
+    assert behaviour.decodable_order(dataclasses.replace(case, rescore=rescore)).verdict == PASS
     assert seen[0] == (6, 160)
     seen.clear()
     # What runs the method again keeps to its own device.
@@ -299,13 +301,13 @@ def test_a_gpu_tries_methods_on_more_and_longer_documents(
     monkeypatch.setattr(rules, "CUDA_PROBE_DOCUMENTS", 7)
     monkeypatch.setattr(rules, "CUDA_PROBE_TOKENS", 200)
     other = dataclasses.replace(case, rescore=rescore, runtime=runtime)
-    assert rules.decodable_order(other).verdict == PASS
+    assert behaviour.decodable_order(other).verdict == PASS
     assert seen[0] == (7, 200)
 
 
 def test_hints_that_know_their_targets_fail(tiny_run: TinyRun, case: Case) -> None:
     mine = scored_with(tiny_run, case, Method(("tilt",)))
-    assert rules.score_before_update(mine).verdict == PASS
+    assert behaviour.score_before_update(mine).verdict == PASS
 
     class Gated:
         """Silent where the target is even, as experts for words in PR 1967 are."""
@@ -321,7 +323,7 @@ def test_hints_that_know_their_targets_fail(tiny_run: TinyRun, case: Case) -> No
     def open_mixture(score: Score) -> Mixture:
         return Mixture([Gated(e) for e in case.open_mixture(score).experts])  # type: ignore[misc]
 
-    finding = rules.score_before_update(dataclasses.replace(mine, open_mixture=open_mixture))
+    finding = behaviour.score_before_update(dataclasses.replace(mine, open_mixture=open_mixture))
     assert finding.verdict == FAIL
     assert finding.evidence["changed_hints"]["tilt"] > 0
 

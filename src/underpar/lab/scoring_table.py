@@ -21,8 +21,8 @@ from typing import Any
 
 from underpar.artifact.unpack import Artifact
 from underpar.audit import order
+from underpar.audit.behaviour import probe_size
 from underpar.audit.probes import first_documents
-from underpar.audit.rules import probe_size
 from underpar.build.artifact import read_artifact
 from underpar.build.scoring import ScoringRequest, open_method, run_method
 from underpar.core.progress import SILENT, Progress
