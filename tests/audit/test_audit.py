@@ -298,8 +298,8 @@ def test_a_gpu_tries_methods_on_more_and_longer_documents(
     seen.clear()
     # What runs the method again keeps to its own device.
     runtime = Runtime(torch.device("cuda"))
-    monkeypatch.setattr(rules, "CUDA_PROBE_DOCUMENTS", 7)
-    monkeypatch.setattr(rules, "CUDA_PROBE_TOKENS", 200)
+    monkeypatch.setattr(behaviour, "CUDA_PROBE_DOCUMENTS", 7)
+    monkeypatch.setattr(behaviour, "CUDA_PROBE_TOKENS", 200)
     other = dataclasses.replace(case, rescore=rescore, runtime=runtime)
     assert behaviour.decodable_order(other).verdict == PASS
     assert seen[0] == (7, 200)
