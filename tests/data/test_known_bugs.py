@@ -34,7 +34,9 @@ from small_data import (
     write_jsonl,
     write_published,
 )
-from underpar.audit import rules
+from underpar.audit import scores as rules
+from underpar.audit.case import Limits
+from underpar.audit.data import byte_count
 from underpar.audit.finding import FAIL, NOT_SHOWN, PASS, Finding
 from underpar.core.runtime import Clock, Runtime
 from underpar.data.batch import Batch
@@ -122,8 +124,10 @@ def after_text(tokens: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
 def byte_finding(data: DataFolder, num_bytes: Sequence[int]) -> Finding:
     """The audit's rule about bytes, for a score that claims these."""
     entries = [Entry(i, 8.0, n, 1) for i, n in enumerate(num_bytes)]
-    case: Any = SimpleNamespace(data=data, scores={"plain": Score("plain", entries)})
-    return rules.byte_count(case)
+    case: Any = SimpleNamespace(
+        data=data, scores={"plain": Score("plain", entries)}, limits=Limits()
+    )
+    return byte_count(case)
 
 
 def assert_refused(folder: Path, source_bytes: Weights) -> None:

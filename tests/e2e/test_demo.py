@@ -19,7 +19,7 @@ SMALL += ["data.holdout=0.03"]
 
 
 def test_a_small_demo_runs_every_stage(tmp_path: Path) -> None:
-    result = run_demo(load_recipe("demo", SMALL), tmp_path, code_tokens=1000)
+    result = run_demo(load_recipe("demo", SMALL), tmp_path)
     assert result["audit"] == "pass"
     assert (tmp_path / "document.back").read_bytes() == (tmp_path / "document.txt").read_bytes()
     assert Path(result["report"]).read_text().startswith("<!doctype html>")

@@ -36,7 +36,7 @@ def test_training_packs_and_scores(
     pack_run(folder)
     for method in (PLAIN, ADAPT):
         assert score_artifact(folder.artifact_file, tiny_data, gpu, method).score.bpb < 6
-    assert audit_run(folder, gpu)[0] == "pass"
+    assert audit_run(folder, gpu).verdict == "pass"
 
 
 def test_an_artifact_scores_alike_on_both_devices(

@@ -32,7 +32,7 @@ from underpar.quant.schemes import QuantizedTensor, Scheme
 from underpar.recipe import ModelSpec, Recipe, from_tree, load_recipe, merge, to_tree
 from underpar.score.ledger import Score
 from underpar.score.method import ADAPT, PLAIN, Method
-from underpar.stages.audit import audit_run
+from underpar.stages.audit import AuditRequest, audit_run
 from underpar.stages.pack import pack_run
 from underpar.stages.score import score_artifact
 from underpar.stages.train import train
@@ -261,9 +261,9 @@ def test_scores_use_them_and_the_audit_agrees(
     # New text is predicted better, if only a little.
     assert 0 < 1 - alone.bits / plain.bits < 0.1
     assert adapted.how["levers"] == ["adapt_scales", NAME]
-    verdict, findings = audit_run(packed, runtime, tiny_run.data, code_tokens=300)
-    assert verdict == PASS, [finding.summary for finding in findings]
-    told = next(finding for finding in findings if finding.rule == "score before update")
+    audited = audit_run(packed, runtime, AuditRequest(tiny_run.data, code_tokens=300))
+    assert audited.verdict == PASS, [finding.summary for finding in audited.findings]
+    told = next(finding for finding in audited.findings if finding.rule == "score before update")
     assert told.evidence["changed_prices"] == {"adapt": 0, NAME: 0}
 
 

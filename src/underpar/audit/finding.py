@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-PASS, FAIL, NOT_SHOWN = "pass", "fail", "not shown"
+# DEVIATION: accepted records break this rule too, in this way (section 4 of the field guide,
+# parameter-golf issue 1017). NOT_SHOWN: the evidence is missing.
+PASS, DEVIATION, NOT_SHOWN, FAIL = "pass", "deviation", "not shown", "fail"
+# From the best to the worst.
+VERDICTS = (PASS, DEVIATION, NOT_SHOWN, FAIL)
+
+# strict: a decoder must be able to follow. precedent: deviations of accepted records are tolerated.
+STRICT, PRECEDENT = "strict", "precedent"
+PROFILES = (STRICT, PRECEDENT)
 
 
 @dataclass(frozen=True)
@@ -28,6 +37,14 @@ def judge(rule: str, holds: bool, summary: str, **evidence: Any) -> Finding:
     return Finding(rule, PASS if holds else FAIL, summary, evidence)
 
 
-def not_shown(rule: str, why: str) -> Finding:
-    """A finding without evidence."""
-    return Finding(rule, NOT_SHOWN, why)
+def not_shown(rule: str, why: str, **evidence: Any) -> Finding:
+    """A finding without the evidence that a verdict needs."""
+    return Finding(rule, NOT_SHOWN, why, evidence)
+
+
+def overall(findings: Iterable[Finding], profile: str = STRICT) -> str:
+    """The verdict on a run: that of its worst finding. A strict audit fails for a deviation."""
+    verdicts = {finding.verdict for finding in findings}
+    if profile == STRICT and DEVIATION in verdicts:
+        return FAIL
+    return max(verdicts, key=VERDICTS.index)

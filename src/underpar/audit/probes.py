@@ -7,6 +7,7 @@ independence of documents.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -99,4 +100,17 @@ def first_documents(shard: Shard, number: int) -> Shard:
         doc_bytes=shard.doc_bytes[:number],
         doc_hashes=shard.doc_hashes[:number],
         flags=shard.flags[:number],
+    )
+
+
+def pick_documents(shard: Shard, indices: Sequence[int]) -> Shard:
+    """Some documents of a shard, as a shard."""
+    documents = [shard.doc(index) for index in indices]
+    lengths = np.array([len(tokens) for tokens in documents], dtype=np.int64)
+    return Shard(
+        tokens=np.concatenate(documents),
+        starts=np.cumsum(lengths) - lengths,
+        doc_bytes=shard.doc_bytes[indices],
+        doc_hashes=shard.doc_hashes[indices],
+        flags=shard.flags[indices],
     )

@@ -19,6 +19,7 @@ from underpar.cli.options import (
     Json,
     RunPath,
     app,
+    audit_exit_code,
     choose_attention,
     show_summary,
     takes_words,
@@ -108,34 +109,69 @@ def score(
 def audit(
     run: RunPath,
     data: Annotated[Path | None, typer.Option(help="Default: the data it was trained on.")] = None,
-    code_tokens: Annotated[
-        int, typer.Option(help="Stop coding after this many tokens; 0: code every document.")
+    expect_data: Annotated[
+        str, typer.Option(metavar="SHA256", help="The SHA-256 that the data must have.")
+    ] = "",
+    cap: Annotated[
+        int, typer.Option(metavar="BYTES", help="The most bytes of artifact, script, tokenizer.")
+    ] = 16_000_000,
+    train_seconds: Annotated[
+        float, typer.Option(help="The most seconds with training text.")
+    ] = 600.0,
+    score_seconds: Annotated[float, typer.Option(help="The most seconds of a score.")] = 600.0,
+    documents: Annotated[
+        int,
+        typer.Option(help="Repeat the plain score on so many random documents; 0: on all."),
     ] = 0,
+    code_tokens: Annotated[
+        int, typer.Option(help="Code random documents up to this many tokens; 0: all documents.")
+    ] = 0,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of the random choices, to repeat an audit.")
+    ] = None,
+    profile: Annotated[
+        str,
+        typer.Option(
+            help="strict: a decoder can follow. precedent: also tolerate what accepted records do."
+        ),
+    ] = "strict",
+    strict: Annotated[
+        bool, typer.Option("--strict", help="What is not shown counts as a fail.")
+    ] = False,
     device: Device = "auto",
     json: Json = False,
 ) -> None:
-    """Check a run's size, scores and codec, rule by rule. Exit code 1 if a rule fails.
+    """Check a run's size, data, clocks, scores and codec, rule by rule.
 
     \b
     underpar audit runs/mine
-    underpar audit runs/mine --code-tokens 20000      faster: codes only part of the text
+    underpar audit runs/mine --expect-data 3f0c...    the data are those that were published
+    underpar audit runs/mine --documents 50 --code-tokens 20000      faster: a random sample
 
-    The verdict per rule is pass, fail or not shown, with its evidence; all of it is written to
-    RUN/audit.json. Score the artifact first: without a score most rules are not shown.
+    Exit code 0: every rule passes. 1: a rule fails. 3: no rule fails, but the evidence for one is
+    missing. The audit believes no figure of the run folder: it scores, counts and decodes again.
+    Limits are yours; limits that a recipe names for itself can only be tighter. Verdicts, evidence
+    and the SHA-256 of every file judged are written to RUN/audit.json. Score the artifact first.
     """
+    from underpar.audit.case import Limits
+    from underpar.audit.finding import PROFILES
     from underpar.core.run_folder import RunFolder
     from underpar.core.runtime import open_runtime
-    from underpar.stages.audit import audit_run
+    from underpar.errors import RuleError
+    from underpar.stages.audit import AuditRequest, audit_run
 
+    if profile not in PROFILES:
+        raise RuleError(f"--profile {profile}: expected {' or '.join(PROFILES)}")
+    limits = Limits(cap, train_seconds, score_seconds, expect_data)
+    request = AuditRequest(data, limits, profile, documents, code_tokens, seed)
     runtime = open_runtime(device)
-    progress = open_progress(json)
-    verdict, findings = audit_run(RunFolder(run), runtime, data, code_tokens, progress)
+    audited = audit_run(RunFolder(run), runtime, request, open_progress(json))
     if json:
-        show_json({"verdict": verdict, "findings": [f.as_dict() for f in findings]})
+        show_json(audited.as_dict())
     else:
-        rows = [(f.rule, f.verdict, f.summary) for f in findings]
-        show_table(f"audit of {run}: {verdict}", ("rule", "verdict", "evidence"), rows)
-    raise typer.Exit(1 if verdict == "fail" else 0)
+        rows = [(f.rule, f.verdict, f.summary) for f in audited.findings]
+        show_table(f"audit of {run}: {audited.verdict}", ("rule", "verdict", "evidence"), rows)
+    raise typer.Exit(audit_exit_code(audited.verdict, strict))
 
 
 @app.command(cls=takes_words("--with"), rich_help_panel=JUDGE)

@@ -99,6 +99,12 @@ def show_summary(json: bool, title: str, summary: dict[str, Any]) -> None:
     show_json(summary) if json else show_pairs(title, summary)
 
 
+def audit_exit_code(verdict: str, is_strict: bool = False) -> int:
+    """0 if a run may be believed, 1 if it failed, 3 if evidence is missing."""
+    codes = {"fail": 1, "not shown": 1 if is_strict else 3}
+    return codes.get(verdict, 0)
+
+
 def quant_part(folder: RunFolder, overrides: list[str] | None) -> QuantPart | None:
     """The [quant] section of a run with the changes of --set; None without changes."""
     from underpar.build.model import weight_shapes

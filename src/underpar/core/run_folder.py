@@ -57,6 +57,7 @@ class RunFolder:
     calibration.safetensors  calibrate    inputs of the matrices, and what errors in them cost
     quantized.safetensors    quantize     integers and steps, before entropy coding
     model.upar               pack         the artifact
+    score.py                 pack, score  the script that scores the artifact; its bytes are counted
     budget.json              pack         its bytes by tensor and by class
     score-*.json             score        a file per method, with a ledger of documents
     score-*.partial          score        the state of a stopped score
@@ -117,6 +118,11 @@ class RunFolder:
         return self.path / "model.upar"
 
     @property
+    def script_file(self) -> Path:
+        """The counted script: scores the artifact without this package."""
+        return self.path / "score.py"
+
+    @property
     def budget_file(self) -> Path:
         """Bytes by tensor and class, code and tokenizer included."""
         return self.path / "budget.json"
@@ -142,6 +148,23 @@ class RunFolder:
     def score_files(self) -> list[Path]:
         """The scores that exist, sorted by name."""
         return sorted(self.path.glob("score-*.json"))
+
+    def judged_files(self) -> list[Path]:
+        """The files that an audit judges, as far as they exist."""
+        files = [
+            self.recipe_file,
+            self.about_file,
+            self.metrics_file,
+            self.validation_file,
+            self.tokenizer_file,
+            self.weights_file,
+            self.calibration_file,
+            self.quantized_file,
+            self.artifact_file,
+            self.script_file,
+            *self.score_files(),
+        ]
+        return [file for file in files if file.is_file()]
 
     def write_recipe(self, recipe: Recipe) -> None:
         """Store the resolved recipe."""
@@ -180,6 +203,7 @@ class RunFolder:
             self.calibration_file: "calibrate",
             self.quantized_file: "quantize",
             self.artifact_file: "pack",
+            self.script_file: "pack",
             self.budget_file: "pack",
             self.audit_file: "audit",
         }

@@ -77,8 +77,8 @@ class Runtime:
     world: int = 1
     # Whether training and adaptation are compiled.
     compiled: bool = False
-    # Whether matrix products run in fp32 on a GPU too.
-    full_precision: bool = False
+    # The precision of matrix products; by default bf16 on a CUDA GPU, and fp32 elsewhere.
+    precision: torch.dtype | None = None
 
     @property
     def is_main(self) -> bool:
@@ -90,8 +90,8 @@ class Runtime:
         """The precision of matrix products."""
         import torch
 
-        half = self.device.type == "cuda" and not self.full_precision
-        return torch.bfloat16 if half else torch.float32
+        default = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        return self.precision or default
 
     @property
     def for_probes(self) -> Runtime:
@@ -99,7 +99,9 @@ class Runtime:
 
         A price then does not depend on the other tokens of its forward pass.
         """
-        return replace(self, compiled=False, full_precision=True)
+        import torch
+
+        return replace(self, compiled=False, precision=torch.float32)
 
     def synchronize(self) -> None:
         """Wait until the device has finished its work, so that a clock can be read."""

@@ -215,10 +215,15 @@ def _refuse_shared_documents(
 
 
 def data_identity(data: DataFolder) -> str:
+    """The beginning of `data_sha256`, as runs and scores record it."""
+    return data_sha256(data)[:16]
+
+
+def data_sha256(data: DataFolder) -> str:
     """A digest of tokenizer and shards: equal for equal tokens, built on any machine."""
     parts = (
         data.tokenizer.identity,
         data.manifest["train"]["sha256"],
         data.manifest["val"]["sha256"],
     )
-    return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
+    return hashlib.sha256(" ".join(parts).encode()).hexdigest()

@@ -106,10 +106,14 @@ class FindingRow:
 
 @dataclass(frozen=True)
 class AuditResult:
-    """All findings on one artifact."""
+    """All findings on one artifact. The verdict is "of other files" if a judged file changed."""
 
     verdict: str
     artifact_sha256: str
+    data_sha256: str
+    profile: str
+    # Names of files that changed, appeared or were removed since the audit.
+    changed: tuple[str, ...]
     findings: tuple[FindingRow, ...]
 
     def num_findings(self, verdict: str) -> int:
@@ -143,6 +147,8 @@ class RunReport:
             rows.append((f"score {method}, device", result.device))
         if self.audit:
             rows.append(("audit, artifact sha256", self.audit.artifact_sha256))
+            rows.append(("audit, data sha256", self.audit.data_sha256))
+            rows.append(("audit, profile", self.audit.profile))
         return tuple(rows)
 
     def stale_files(self) -> list[str]:

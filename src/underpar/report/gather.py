@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from underpar.audit.finding import FAIL, NOT_SHOWN, PASS
+from underpar.audit.case import hash_files
+from underpar.audit.finding import PASS, VERDICTS
 from underpar.core.run_folder import RunFolder
 from underpar.errors import RunError
 from underpar.report.facts import (
@@ -28,6 +29,8 @@ from underpar.score.ledger import Entry, Score
 
 # Longest evidence value shown, in characters.
 EVIDENCE_CHARACTERS = 300
+# The verdict that is shown if a judged file is not the one on disk.
+OTHER_FILES = "of other files"
 
 
 def gather(folder: RunFolder) -> RunReport:
@@ -52,7 +55,7 @@ def _gather(folder: RunFolder) -> RunReport:
         steps=_steps(folder),
         sizes=_sizes(_read(folder, folder.budget_file)),
         scores=_scores(folder),
-        audit=_audit(_read(folder, folder.audit_file)),
+        audit=_audit(folder, _read(folder, folder.audit_file)),
         artifact_sha256=_sha256(artifact) if artifact.is_file() else None,
     )
 
@@ -201,14 +204,22 @@ def _score(tree: Fields) -> ScoreResult:
     )
 
 
-def _audit(tree: Fields | None) -> AuditResult | None:
+def _audit(folder: RunFolder, tree: Fields | None) -> AuditResult | None:
     if tree is None:
         return None
     findings = tuple(_finding(row) for row in tree.rows("findings"))
-    result = AuditResult(_verdict(tree), tree.text("artifact_sha256"), findings)
-    if result.verdict == PASS and result.num_findings(FAIL):
-        raise RunError(f"{tree.file} says pass over a finding that says fail; audit again")
-    return result
+    verdict, judged, here = _verdict(tree), tree.table("files").values, hash_files(folder)
+    if verdict == PASS and any(finding.verdict != PASS for finding in findings):
+        raise RunError(f"{tree.file} says pass over a finding that does not; audit again")
+    changed = sorted(name for name in {*judged, *here} if judged.get(name) != here.get(name))
+    return AuditResult(
+        OTHER_FILES if changed else verdict,
+        tree.text("artifact_sha256"),
+        tree.text("data_sha256"),
+        tree.text("profile"),
+        tuple(changed),
+        findings,
+    )
 
 
 def _finding(row: Fields) -> FindingRow:
@@ -221,6 +232,6 @@ def _finding(row: Fields) -> FindingRow:
 
 def _verdict(tree: Fields) -> str:
     verdict = tree.text("verdict")
-    if verdict not in (PASS, FAIL, NOT_SHOWN):
-        raise RunError(f"{tree.file}: verdict {verdict[:60]!r} is none of pass, fail, not shown")
+    if verdict not in VERDICTS:
+        raise RunError(f"{tree.file}: verdict {verdict[:60]!r} is none of {', '.join(VERDICTS)}")
     return verdict

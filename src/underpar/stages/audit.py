@@ -1,16 +1,18 @@
-"""Judge a run: its size, its scores, its codec."""
+"""Judge a run: its size, its data, its clocks, its scores, its codec."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
 from underpar.artifact.unpack import Artifact
-from underpar.audit.case import Case, Rescore
-from underpar.audit.finding import FAIL, NOT_SHOWN, PASS, Finding
+from underpar.audit.case import DEFAULT_LIMITS, Case, Limits, Rescore, hash_files
+from underpar.audit.finding import STRICT, Finding, overall
 from underpar.audit.order import for_probes
 from underpar.audit.rules import RULES, run_audit
 from underpar.build.artifact import build_tokenizer, read_artifact, require_same_tokenizer
@@ -21,50 +23,64 @@ from underpar.core.progress import SILENT, Progress
 from underpar.core.run_folder import RunFolder, write_json
 from underpar.core.runtime import Runtime
 from underpar.core.tensor_files import read_about
-from underpar.data.folder import load_data
+from underpar.data.folder import data_sha256, load_data
 from underpar.data.shards import Shard
-from underpar.errors import RunError
+from underpar.errors import RunError, UnderparError
 from underpar.infer.predictor import Predictor
-from underpar.recipe import Recipe
 from underpar.score.ledger import Score, score_from_dict
 from underpar.score.tally import OnCommit
 from underpar.submit.bundle import bundle
+from underpar.submit.script import counted_recipe
+
+# Precisions of matrix products, by their names in score files.
+PRODUCTS = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16)}
+
+
+@dataclass(frozen=True)
+class AuditRequest:
+    """What an auditor asks for."""
+
+    # Default: the data that the run was trained on.
+    data: Path | None = None
+    limits: Limits = DEFAULT_LIMITS
+    # strict or precedent: whether deviations of accepted records are tolerated.
+    profile: str = STRICT
+    # See `Case`; 0 stands for all documents and tokens.
+    num_documents: int = 0
+    code_tokens: int = 0
+    # The seed of the audit's random choices; without one they cannot be known in advance.
+    seed: int | None = None
+
+
+WHOLE = AuditRequest()
+
+
+@dataclass(frozen=True)
+class Audited:
+    """The verdict on a run and the findings that it is made of."""
+
+    verdict: str
+    findings: list[Finding]
+    data_sha256: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "verdict": self.verdict,
+            "data_sha256": self.data_sha256,
+            "findings": [finding.as_dict() for finding in self.findings],
+        }
 
 
 def audit_run(
     folder: RunFolder,
     runtime: Runtime,
-    data_path: Path | None = None,
-    code_tokens: int = 0,
+    request: AuditRequest = WHOLE,
     progress: Progress = SILENT,
-) -> tuple[str, list[Finding]]:
-    """Judge a run rule by rule; writes audit.json, returns the overall verdict and the findings.
-
-    `data_path` defaults to the data that the run was trained on. `code_tokens` above 0 ends the
-    check of the codec after that many tokens.
-    """
-    artifact, identity = read_artifact(folder.need(folder.artifact_file))
-    data = load_data(data_path or Path(folder.read_json(folder.about_file)["data"]))
-    require_same_tokenizer(artifact, data.tokenizer)
-    scores = _read_scores(folder, identity)
-
-    def open_predictor(dtype: torch.dtype = torch.float32) -> Predictor:
-        return build_predictor(artifact, runtime.device, dtype=dtype)
-
-    case = Case(
-        recipe=artifact.recipe,
-        open_predictor=open_predictor,
-        codec=Codec(open_predictor(), build_tokenizer(artifact), identity),
-        artifact_file=folder.artifact_file,
-        code_bytes=len(bundle(counted_recipe(artifact.recipe, scores))),
-        data=data,
-        rescore=rescorer(artifact, runtime),
-        open_mixture=lambda score: mixture_of(score, artifact.recipe),
-        scores=scores,
-        runtime=runtime,
-        spent_seconds=_spent_seconds(folder),
-        code_tokens=code_tokens,
-    )
+) -> Audited:
+    """Judge a run rule by rule; writes audit.json with the SHA-256 of every file it judged."""
+    judged = hash_files(folder)
+    case = open_case(folder, runtime, request)
     with progress.task("audit", len(RULES)) as task:
         done = 0
 
@@ -74,19 +90,53 @@ def audit_run(
             task.update(done, f"{finding.rule}: {finding.verdict}")
 
         findings = run_audit(case, on_rule)
-    overall = next(v for v in (FAIL, NOT_SHOWN, PASS) if v in {f.verdict for f in findings})
-    rows = [finding.as_dict() for finding in findings]
-    about = {"artifact_sha256": identity, "verdict": overall, "findings": rows}
-    write_json(folder.audit_file, about)
-    return overall, findings
+    if hash_files(folder) != judged:
+        raise RunError(f"files in {folder.path} changed during the audit; audit again")
+    verdict = overall(findings, request.profile)
+    audited = Audited(verdict, findings, data_sha256(case.data))
+    about = {
+        "artifact_sha256": judged[folder.artifact_file.name],
+        "profile": request.profile,
+        "files": judged,
+        "data": str(case.data_path),
+    }
+    write_json(folder.audit_file, about | audited.as_dict())
+    return audited
 
 
-def counted_recipe(recipe: Recipe, scores: Mapping[str, Score]) -> Recipe:
-    """The recipe with the levers of all scores added: the code of each of them is counted."""
-    levers = dict(recipe.levers)
-    for score in scores.values():
-        levers |= method_of(score, recipe)[1].levers
-    return replace(recipe, levers=levers)
+def open_case(folder: RunFolder, runtime: Runtime, request: AuditRequest) -> Case:
+    """Read everything that is judged."""
+    artifact, sha256 = read_artifact(folder.need(folder.artifact_file))
+    data_path = request.data or Path(folder.read_json(folder.need(folder.about_file))["data"])
+    # Documents in both splits are judged by a rule.
+    data = load_data(data_path, refuse_shared=False)
+    require_same_tokenizer(artifact, data.tokenizer)
+    scores, claims, refused = _read_scores(folder, artifact, sha256)
+
+    def open_predictor(dtype: torch.dtype = torch.float32) -> Predictor:
+        return build_predictor(artifact, runtime.device, dtype=dtype)
+
+    return Case(
+        folder=folder,
+        recipe=artifact.recipe,
+        open_predictor=open_predictor,
+        rescore=rescorer(artifact, runtime),
+        repeat=repeater(artifact, runtime),
+        open_mixture=lambda score: mixture_of(score, artifact.recipe),
+        expected_script=lambda: bundle(counted_recipe(artifact.recipe, scores.values())),
+        codec=Codec(open_predictor(), build_tokenizer(artifact), sha256),
+        data=data,
+        data_path=data_path,
+        scores=scores,
+        claims=claims,
+        refused=refused,
+        runtime=runtime,
+        spent_seconds=_spent_seconds(folder),
+        limits=request.limits,
+        rng=np.random.default_rng(request.seed),
+        num_documents=request.num_documents,
+        code_tokens=request.code_tokens,
+    )
 
 
 def rescorer(artifact: Artifact, runtime: Runtime) -> Rescore:
@@ -102,6 +152,38 @@ def rescorer(artifact: Artifact, runtime: Runtime) -> Rescore:
     return rescore
 
 
+def repeater(artifact: Artifact, runtime: Runtime) -> Callable[[Score, Shard], Score]:
+    """A function that scores documents as a score says it was made: precision, levers, stop."""
+
+    def repeat(score: Score, shard: Shard) -> Score:
+        method, recipe = method_of(score, artifact.recipe)
+        products = PRODUCTS.get(str(score.how.get("products")))
+        if products is None:
+            raise RunError(f"the score {score.method} does not say its precision; score again")
+        request = ScoringRequest(
+            method, replace(runtime, precision=products), now=_clock_that_stops(score)
+        )
+        return run_method(replace(artifact, recipe=recipe), shard, request)
+
+    return repeat
+
+
+def _clock_that_stops(score: Score) -> Callable[[], float]:
+    """A clock by which learning ends where the score says it did.
+
+    A deadline reads its clock once when it is set, and then once per unit or step.
+    """
+    readings = -1
+
+    def now() -> float:
+        nonlocal readings
+        readings += 1
+        is_over = 0 <= score.stopped_at < readings
+        return float("inf") if is_over else 0.0
+
+    return now
+
+
 def _spent_seconds(folder: RunFolder) -> dict[str, float]:
     """Seconds that each stage spent on training text."""
     spent = {"train": float(folder.read_json(folder.validation_file)["seconds"])}
@@ -114,11 +196,23 @@ def _spent_seconds(folder: RunFolder) -> dict[str, float]:
     return spent
 
 
-def _read_scores(folder: RunFolder, identity: str) -> dict[str, Score]:
-    scores = {}
+def _read_scores(
+    folder: RunFolder, artifact: Artifact, sha256: str
+) -> tuple[dict[str, Score], dict[str, Mapping[str, Any]], dict[str, str]]:
+    """Scores by label, the whole files by label, and files that cannot be judged, with why."""
+    scores, claims, refused = {}, {}, {}
     for path in folder.score_files():
-        tree = folder.read_json(path)
-        if tree.get("artifact_sha256") != identity:
-            raise RunError(f"{path} scores another artifact; run 'underpar score' again")
-        scores[tree["method"]] = score_from_dict(tree)
-    return scores
+        try:
+            tree = folder.read_json(path)
+            score = score_from_dict(tree)
+            method_of(score, artifact.recipe)
+        except UnderparError as error:
+            refused[path.name] = str(error)
+            continue
+        if tree.get("artifact_sha256") != sha256:
+            refused[path.name] = "it scores another artifact"
+        elif path != folder.score_file(score.method):
+            refused[path.name] = f"it says that it is the score {score.method!r:.40}"
+        else:
+            scores[score.method], claims[score.method] = score, tree
+    return scores, claims, refused

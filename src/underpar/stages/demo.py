@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from underpar.infer.generate import Sampling, generate
 from underpar.recipe import Recipe
 from underpar.report.build import build_report
 from underpar.score.method import ADAPT, PLAIN
-from underpar.stages.audit import audit_run
+from underpar.stages.audit import AuditRequest, audit_run
 from underpar.stages.data import build_data_folder, build_options
 from underpar.stages.pack import pack
 from underpar.stages.score import score_artifact
@@ -25,14 +26,17 @@ from underpar.stages.train import train
 from underpar.stages.use import compress, decompress, open_codec
 
 PROMPT = "The government"
+# Enough for a run that anyone can repeat; `underpar audit` and `demo --full` take all documents.
+SAMPLE = AuditRequest(num_documents=12, code_tokens=12_000)
 
 
 def run_demo(
-    recipe: Recipe, out: Path, progress: Progress = SILENT, code_tokens: int = 0
+    recipe: Recipe, out: Path, progress: Progress = SILENT, is_full: bool = False
 ) -> dict[str, Any]:
     """Build, train, pack, score twice, audit, compress, generate, report; returns the figures.
 
-    The audit codes every held-out document; `code_tokens` above 0 ends that earlier.
+    The audit repeats the plain score and the coding on a few random documents; with `is_full` on
+    all of them.
     """
     started = time.perf_counter()
     runtime = open_runtime("cpu")
@@ -48,7 +52,8 @@ def run_demo(
         score_artifact(folder.artifact_file, data, runtime, method, progress=progress).summary()
         for method in (PLAIN, ADAPT)
     )
-    verdict, _ = audit_run(folder, runtime, data, code_tokens, progress)
+    request = AuditRequest(data) if is_full else replace(SAMPLE, data=data)
+    audited = audit_run(folder, runtime, request, progress)
     coded, text = use_model(folder, data, out, runtime, progress)
     report = build_report([folder], folder.report_file)
     return {
@@ -56,7 +61,8 @@ def run_demo(
         "total_bytes": budget.total_bytes,
         "plain": plain,
         "adapted": adapted,
-        "audit": verdict,
+        "audit": audited.verdict,
+        "audited": "all documents" if is_full else "a random sample; --full takes all",
         "document": coded,
         "text": text,
         "report": str(report),

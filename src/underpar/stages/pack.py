@@ -58,6 +58,7 @@ from underpar.stages.calibrate import (
     require_own_data,
 )
 from underpar.submit.bundle import bundle
+from underpar.submit.script import write_script
 
 OnRound = Callable[[Round], None]
 
@@ -261,6 +262,7 @@ def pack_run(
     budget = job.budget(data)
     budget.enforce()
     write_atomic(folder.artifact_file, data)
+    write_script(folder, job.recipe)
     digest = {"artifact_sha256": hashlib.sha256(data).hexdigest()}
     write_json(folder.budget_file, {**digest, **budget.as_dict()})
     return budget

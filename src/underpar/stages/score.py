@@ -18,9 +18,10 @@ from underpar.core.versions import device_name
 from underpar.data.folder import data_identity, load_data
 from underpar.data.shards import Shard
 from underpar.data.tokens.tokenizer import Tokenizer
-from underpar.score.ledger import Score
+from underpar.score.ledger import Score, score_from_dict
 from underpar.score.method import PLAIN, Method
 from underpar.score.partial import Partial, forget
+from underpar.submit.script import write_script
 from underpar.train.loop import interruptible
 
 
@@ -100,8 +101,16 @@ def score_artifact(
     path = folder.score_file(score.method)
     if runtime.is_main:
         write_json(path, {**about, **score.as_dict()})
+        write_script(folder, artifact.recipe, _scores_of(folder, identity))
     partial.remove()
     return Scored(score, path, about)
+
+
+def _scores_of(folder: RunFolder, artifact_sha256: str) -> list[Score]:
+    """The scores of an artifact that lie beside it."""
+    trees = [folder.read_json(path) for path in folder.score_files()]
+    ours = [tree for tree in trees if tree.get("artifact_sha256") == artifact_sha256]
+    return [score_from_dict(tree) for tree in ours]
 
 
 def forget_partial(artifact_path: Path, method: Method) -> None:

@@ -207,7 +207,7 @@ def test_compiled_lanes_price_as_eager_ones(monkeypatch: pytest.MonkeyPatch) -> 
     ("method", "keys"), [(STREAM, "kept"), (STREAM, "fresh"), (SORTED, "fresh")]
 )
 def test_captured_steps_price_as_eager_ones_on_a_gpu(method: Method, keys: str) -> None:
-    plain = Runtime(torch.device("cuda"), full_precision=True)
+    plain = Runtime(torch.device("cuda"), precision=torch.float32)
     settings = replace(SETTINGS, keys=keys)
     one, other = (
         Run(settings=settings, method=method, runtime=runtime).go()

@@ -1,0 +1,217 @@
+"""Rules on score files: they are well formed, complete, repeatable, and made in time.
+
+A score file is a claim. It is believed if the audit scores the text again by the same method and
+finds the same bits, document by document.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from underpar.audit.case import Case, Repeated
+from underpar.audit.finding import PASS, Finding, judge, not_shown
+from underpar.audit.probes import pick_documents
+from underpar.codec.stream import code_documents
+from underpar.score.ledger import Entry, Score
+from underpar.score.method import ADAPT, STOP_BITS, method_from_dict
+from underpar.score.tally import num_targets_of
+
+# The largest relative difference of a repeated score: in fp32 without learning, and otherwise. The
+# second is the tolerance of the field for another machine (A21 of the field guide).
+SAME, NEARLY_SAME = 1e-6, 2e-4
+# One document may differ by this share of its bits, and by this many bits.
+DOCUMENT_SHARE, DOCUMENT_BITS = 0.01, 1.0
+# The largest relative difference of coded bits from scored bits.
+CODED_TOLERANCE = 0.01
+
+
+def score_files(case: Case) -> Finding:
+    """R11, R15: each score file is one method's, says so in its name, and has possible figures."""
+    if not (case.scores or case.refused):
+        return not_shown("score files", "no score file in the run")
+    wrong = dict(case.refused)
+    for label, score in case.scores.items():
+        if why := _impossible(score):
+            wrong[f"score-{label}.json"] = why
+    said = "; ".join(f"{name}: {why}" for name, why in wrong.items())
+    return judge(
+        "score files",
+        not wrong,
+        said or f"{len(case.scores)}, each named after its method: {', '.join(case.scores)}",
+        methods=sorted(case.scores),
+        wrong=wrong,
+    )
+
+
+def _impossible(score: Score) -> str:
+    """Why no honest scorer could have written this score; "" if one could."""
+    how = {k: v for k, v in score.how.items() if k not in ("settings", "score", "products")}
+    method = method_from_dict(how)
+    if method.name not in ("", ADAPT.name):
+        return f"methods have no names of their own, this one says {method.name!r:.40}"
+    if score.method != method.label:
+        return f"it was made by {method.label}, and says {score.method!r:.40}"
+    if score.order != method.order:
+        return f"its order is {method.order}, and it says {score.order!r:.40}"
+    if any(not _is_possible(entry) for entry in score.entries):
+        return "bits of a document are not positive and finite"
+    if score.side_bits != (STOP_BITS if score.stopped_at >= 0 else 0.0):
+        return f"{score.side_bits:g} bits of side information do not belong to its method"
+    return ""
+
+
+def _is_possible(entry: Entry) -> bool:
+    if not entry.num_targets:
+        return entry.bits == 0
+    return math.isfinite(entry.bits) and entry.bits > 0
+
+
+def coverage(case: Case) -> Finding:
+    """R12: every target of every document priced exactly once, in every score."""
+    if not case.scores:
+        return not_shown("coverage", "no score file in the run")
+    expected = num_targets_of(case.data.val).tolist()
+    wrong = {}
+    for method, score in case.scores.items():
+        priced = [(e.document, e.num_targets) for e in score.entries]
+        if priced != list(enumerate(expected)):
+            wrong[method] = len(set(priced) ^ set(enumerate(expected)))
+    return judge(
+        "coverage",
+        not wrong,
+        f"{sum(expected)} targets in {len(expected)} documents"
+        + (f"; differs in {wrong}" if wrong else ", each priced once"),
+        targets=sum(expected),
+        wrong_documents=wrong,
+    )
+
+
+def reproduction(case: Case) -> Finding:
+    """R16: scoring the artifact again, by the method of each score, gives the same bits.
+
+    All documents are scored again, or random ones if the auditor asks for fewer and documents do
+    not depend on each other. A score is compared document by document and as a sum.
+    """
+    if not case.scores:
+        return not_shown("reproduction", "no score file in the run")
+    rows = {method: _compare(case, score) for method, score in case.scores.items()}
+    wrong = [method for method, row in rows.items() if row["wrong"]]
+    told = ", ".join(f"{m} {row['bpb']:.6f} in {row['documents']}" for m, row in rows.items())
+    said = "".join(f"; {method} differs: {rows[method]['wrong']}" for method in wrong)
+    return judge(
+        "reproduction",
+        not wrong,
+        f"scored again, bits per byte and documents: {told} of {case.data.val.num_documents}{said}",
+        scores=rows,
+    )
+
+
+def _repeat(case: Case, score: Score) -> Repeated:
+    """A score again, once in an audit."""
+    if score.method not in case.repeated:
+        chosen = _choose(case, score)
+        again = case.repeat(score, pick_documents(case.data.val, chosen))
+        case.repeated[score.method] = chosen, again
+    return case.repeated[score.method]
+
+
+def _compare(case: Case, score: Score) -> dict[str, Any]:
+    """Figures of a repeated score, and what is wrong with its file ("" if nothing)."""
+    chosen, again = _repeat(case, score)
+    # The last document of a shard has one target less, also in the shard of chosen documents.
+    claimed = [score.entries[index] for index in chosen if index < len(score.entries)]
+    error = _relative(again.entries, claimed)
+    exact = not score.how.get("levers") and score.how.get("products") == "torch.float32"
+    tolerance = SAME if exact else NEARLY_SAME
+    num_other = _num_other(again.entries, claimed)
+    row = {
+        "bpb": again.bpb,
+        "documents": len(again.entries),
+        "targets": again.num_targets,
+        "relative_error": error,
+        "tolerance": tolerance,
+        "other_documents": num_other,
+        "seconds": sum(again.seconds.values()),
+        "wrong": "",
+    }
+    if num_other:
+        row["wrong"] = f"{num_other} documents have other bits"
+    elif error > tolerance:
+        row["wrong"] = f"the sum differs by {error:.1e}"
+    elif len(chosen) == len(score.entries) and again.events != score.events:
+        row["wrong"] = "its events came in another order"
+    return row
+
+
+def _choose(case: Case, score: Score) -> list[int]:
+    """The documents to score again. The last one is always among them, as it has no end."""
+    total = case.data.val.num_documents
+    depends = score.how.get("levers") or score.how.get("flat")
+    if depends or not 0 < case.num_documents < total:
+        return list(range(total))
+    chosen = case.rng.choice(total - 1, case.num_documents, replace=False)
+    return [*sorted(map(int, chosen)), total - 1]
+
+
+def _num_other(again: list[Entry], claimed: list[Entry]) -> int:
+    wrong = abs(len(again) - len(claimed))
+    for ours, theirs in zip(again, claimed, strict=False):
+        allowed = DOCUMENT_SHARE * ours.bits + DOCUMENT_BITS
+        same = ours.num_targets == theirs.num_targets and ours.num_bytes == theirs.num_bytes
+        # Written so that NaN counts as another value.
+        wrong += not (same and abs(ours.bits - theirs.bits) <= allowed)
+    return wrong
+
+
+def _relative(again: list[Entry], claimed: list[Entry]) -> float:
+    ours, theirs = (math.fsum(e.bits for e in entries) for entries in (again, claimed))
+    return abs(theirs / ours - 1) if ours else math.inf
+
+
+def scoring_time(case: Case) -> Finding:
+    """R03: scoring fits its time, by the clock of its file and by the clock of the audit."""
+    if not case.scores:
+        return not_shown("scoring time", "no score file in the run")
+    limit = case.limits.score_seconds
+    claimed = {m: sum(score.seconds.values()) for m, score in case.scores.items()}
+    bad = {m: s for m, s in claimed.items() if not 0 < s <= limit}
+    ours = {}
+    for method, score in case.scores.items():
+        _, again = _repeat(case, score)
+        share = again.num_targets / max(1, score.num_targets)
+        ours[method] = sum(again.seconds.values()) / share
+    told = ", ".join(f"{m} {claimed[m]:.1f} (again: {ours[m]:.1f})" for m in claimed)
+    evidence = {"seconds": claimed, "repeated_seconds": ours, "limit_seconds": limit}
+    finding = judge("scoring time", not bad, f"{told} of {limit:g} seconds", **evidence)
+    if finding.verdict == PASS and max(ours.values()) > limit:
+        why = "repeating took longer here; audit on the machine of the score"
+        return not_shown("scoring time", f"{finding.summary}; {why}", **evidence)
+    return finding
+
+
+def coded_bits(case: Case) -> Finding:
+    """Proof of everything at once: the text decodes from as many bits as the plain score says."""
+    if "plain" not in case.scores:
+        return not_shown("coded bits", "no plain score in the run")
+    shard, chosen, tokens = case.data.val, [], 0
+    for index in map(int, case.rng.permutation(shard.num_documents)):
+        if case.code_tokens and tokens >= case.code_tokens:
+            break
+        chosen.append(index)
+        tokens += len(shard.doc(index))
+    documents = [np.array(shard.doc(index), dtype=np.int64) for index in sorted(chosen)]
+    coded = code_documents(case.codec, documents)
+    scored = sum(case.scores["plain"].entries[index].bits for index in chosen)
+    excess = coded / scored - 1
+    return judge(
+        "coded bits",
+        abs(excess) <= CODED_TOLERANCE,
+        f"{len(chosen)} of {shard.num_documents} documents coded and decoded: {coded} bits, "
+        f"scored {scored:.0f} ({100 * excess:+.2f} %)",
+        documents=sorted(chosen),
+        coded_bits=coded,
+        scored_bits=scored,
+    )
