@@ -130,12 +130,14 @@ def test_tokens_that_are_not_the_text_fail(case: Case) -> None:
 
 def test_bytes_are_counted_from_the_source_while_it_is_there(case: Case) -> None:
     finding = byte_count(case)
-    assert finding.evidence["source_bytes"] == finding.evidence["decoded_bytes"]
+    assert (finding.verdict, finding.evidence["source"]) == (PASS, "read")
     manifest = case.data.manifest | {
         "inputs": [{"path": "gone.jsonl", "sha256": "", "split": "train"}]
     }
     data = dataclasses.replace(case.data, manifest=manifest)
-    assert byte_count(dataclasses.replace(case, data=data)).evidence["source_bytes"] is None
+    unread = byte_count(dataclasses.replace(case, data=data))
+    assert (unread.verdict, unread.evidence["source"]) == (NOT_SHOWN, "missing")
+    assert unread.evidence["decoded_bytes"] == finding.evidence["decoded_bytes"]
 
 
 class Cheat(Predictor):
@@ -353,6 +355,7 @@ def test_scores_of_another_artifact_are_refused(
 
 
 def test_time_with_training_text_is_training_time(case: Case) -> None:
+    case = dataclasses.replace(case, spent_seconds={"train": 8.0, "calibrate": 1.5})
     for budget, verdict in ((10.0, PASS), (9.45, PASS), (9.0, FAIL), (0.0, PASS)):
         part = dataclasses.replace(case.recipe.train, budget_seconds=budget, budget_steps=30)
         recipe = dataclasses.replace(case.recipe, train=part)
