@@ -11,7 +11,6 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch.utils.checkpoint import checkpoint
 
 from lever_stacks import batch_of, randomized
-from underpar.compile import regions as compiled
 from underpar.compile.regions import DynamoBranches, Sharing, TracedRun, take_rows_out
 from underpar.model.gpt import GPT
 from underpar.model.network import EAGER, Eager
@@ -38,12 +37,9 @@ class Compiler:
 
 
 @pytest.fixture(scope="module")
-def compiler() -> Iterator[Compiler]:
+def compiler() -> Compiler:
     """In the place of inductor."""
-    with pytest.MonkeyPatch.context() as patch:
-        compiler = Compiler()
-        patch.setattr(compiled, "_inductor", compiler)
-        yield compiler
+    return Compiler()
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +93,7 @@ def passes(request: pytest.FixtureRequest, compiler: Compiler) -> tuple[str, lis
     model = randomized(load_recipe(f"{request.param}+cpu", sets)).train()
     torch._dynamo.reset()
     compiler.num_graphs = 0
-    run = TracedRun()
+    run = TracedRun(Sharing(compiler))
     made = []
     for p in ENDS:
         model.set_progress(p)
@@ -141,7 +137,7 @@ def test_a_loop_switched_on_compiles_nothing_new_in_pr2014(
 
 
 def test_branches_apart_are_few_graphs_and_the_plain_loss(compiler: Compiler) -> None:
-    model, run = randomized(load_recipe("pr2014+cpu")).train(), DynamoBranches()
+    model, run = randomized(load_recipe("pr2014+cpu")).train(), DynamoBranches(Sharing(compiler))
     for p in ENDS:
         model.set_progress(p)
         assert_plain(run, model)
@@ -154,8 +150,8 @@ def small_model() -> GPT:
     return randomized(load_recipe("cpu", ["model.num_layers=2", "levers.x0_mix=true"])).train()
 
 
-def test_weights_that_moved_are_seen() -> None:
-    model, run = small_model(), TracedRun()
+def test_weights_that_moved_are_seen(compiler: Compiler) -> None:
+    model, run = small_model(), TracedRun(Sharing(compiler))
     losses = [assert_plain(run, model)]
     rows = model.levers["x0_mix"].get_parameter("weight")
     with torch.no_grad():
@@ -171,7 +167,7 @@ def test_two_losses_share_nothing(compiler: Compiler) -> None:
     one, other = small_model(), small_model()
     with torch.no_grad():
         other.embedding.weight.mul_(0.5)
-    first, second = TracedRun(), TracedRun()
+    first, second = TracedRun(Sharing(compiler)), TracedRun(Sharing(compiler))
     losses = [assert_plain(first, one)]
     # Embedding, layers and loss, once for each.
     assert compiler.num_graphs == 3

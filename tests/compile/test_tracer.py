@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from lever_stacks import MODEL, batch_of, groups_of, randomized, stack_with
-from underpar.compile import regions as compiled
 from underpar.compile import tracer as tracer_module
-from underpar.compile.regions import TracedRun
+from underpar.compile.regions import Sharing, TracedRun
 from underpar.compile.tracer import Traced, Tracer, settings_of
 from underpar.model.gpt import GPT
 from underpar.model.network import EAGER, Eager
@@ -47,11 +46,8 @@ def results(run: Eager, model: GPT) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("cases", groups_of(MODEL), ids="+".join)
-def test_every_lever_is_traced_as_it_computes(
-    cases: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, graphs: Graphs
-) -> None:
-    monkeypatch.setattr(compiled, "_inductor", graphs)
-    model, run = randomized(stack_with(*cases)).train(), TracedRun()
+def test_every_lever_is_traced_as_it_computes(cases: tuple[str, ...], graphs: Graphs) -> None:
+    model, run = randomized(stack_with(*cases)).train(), TracedRun(Sharing(graphs))
     for p in (0.0, 1.0):
         model.set_progress(p)
         # Once while it is traced, once more from the graph.
@@ -72,9 +68,8 @@ def test_visits_are_traced_once_for_all_contexts(
             super().__init__(*args)
             num.append(1)
 
-    monkeypatch.setattr(compiled, "_inductor", graphs)
     monkeypatch.setattr(tracer_module, "Tracer", Counted)
-    model, run = randomized(stack_with("unet", "partial_rope")).train(), TracedRun()
+    model, run = randomized(stack_with("unet", "partial_rope")).train(), TracedRun(Sharing(graphs))
     counts = []
     for context in (128, 96, 128):
         batch = batch_of([25, 60], context)
@@ -84,14 +79,11 @@ def test_visits_are_traced_once_for_all_contexts(
     assert counts == [2 + 2 * len(model.plan), 3 + 2 * len(model.plan), 3 + 2 * len(model.plan)]
 
 
-def test_a_visit_that_asks_for_the_context_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, graphs: Graphs
-) -> None:
-    monkeypatch.setattr(compiled, "_inductor", graphs)
+def test_a_visit_that_asks_for_the_context_is_an_error(graphs: Graphs) -> None:
     model = randomized(stack_with("unet")).train()
     model.hooks.change(before=lambda visit, stream: stream.cache.context)
     with pytest.raises(AttributeError, match="context"):
-        mean_loss(model, batch_of([9, 30], model.spec.context), TracedRun())
+        mean_loss(model, batch_of([9, 30], model.spec.context), TracedRun(Sharing(graphs)))
 
 
 class Scaled(nn.Module):
@@ -210,12 +202,9 @@ def test_a_value_cannot_steer_a_trace(graphs: Graphs) -> None:
         run(torch.ones(3))
 
 
-def test_compiled_training_uses_the_fused_formulas(
-    monkeypatch: pytest.MonkeyPatch, graphs: Graphs
-) -> None:
-    monkeypatch.setattr(compiled, "_inductor", graphs)
+def test_compiled_training_uses_the_fused_formulas(graphs: Graphs) -> None:
     model = randomized(load_recipe("cpu")).train()
-    mean_loss(model, batch_of([9, 30], model.spec.context), TracedRun())
+    mean_loss(model, batch_of([9, 30], model.spec.context), TracedRun(Sharing(graphs)))
     code = "".join(graph.code for graph in graphs.made)
     assert "sigmoid" in code and "tanh" not in code and "cross_entropy" not in code
 

@@ -8,12 +8,13 @@ from statistics import fmean
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from underpar.build.levers import resolve_levers
 from underpar.cli import app
 from underpar.core.run_folder import RunFolder
-from underpar.errors import BenchError, RunError
+from underpar.errors import BenchError, RunError, UnderparError
 from underpar.lab.parity import VARIANTS, Request, judge, make_job, mean_last_loss, run_parity
 from underpar.lab.runs import Job, train_words
 from underpar.recipe import Recipe, load_recipe
@@ -94,6 +95,14 @@ def test_requests_that_measure_nothing_are_refused(tmp_path: Path) -> None:
     found = CliRunner().invoke(app, [*words_of(tmp_path, tmp_path), "--batch-tokens", "1022"])
     assert str(found.exception) == "1022 tokens a step: expected a multiple of 4"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_device_that_is_not_there_is_refused_first(tmp_path: Path) -> None:
+    missing = "mps" if torch.cuda.is_available() else "cuda"
+    out = tmp_path / "out"
+    with pytest.raises(UnderparError, match=f"device '{missing}' is not available here"):
+        run_parity(replace(request_of(tmp_path, out), device=missing))
+    assert not out.exists()
 
 
 def test_runs_differ_in_speed_alone(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def runtime(compiled: bool) -> Runtime:
 def test_steps_are_taken_at_both_ends_of_training(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiled, "_inductor", lambda graph, examples: graph)
+    monkeypatch.setattr(compiled, "inductor", lambda graph, examples: graph)
     found = []
     for is_compiled in (False, True):
         progress = Watcher()
@@ -65,7 +65,7 @@ def test_what_compiles_after_the_warm_up_is_an_error(
         def task(self, name: str, total: float) -> Iterator[Any]:
             yield self
 
-    monkeypatch.setattr(compiled, "_inductor", lambda graph, examples: graph)
+    monkeypatch.setattr(compiled, "inductor", lambda graph, examples: graph)
     with pytest.raises(BenchError, match="after the warm-up"):
         measure_steps(model, recipe.train, runtime(True), 4, ChangeConstant())
     with pytest.raises(BenchError, match="1 steps"):

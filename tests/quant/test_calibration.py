@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from thread_ranks import unheard
 from underpar.build.levers import resolve_levers
 from underpar.build.model import build_model
 from underpar.core.runtime import Runtime
@@ -131,19 +132,11 @@ def test_ranks_add_up_to_the_whole(
     found: Calibration,
     model: GPT,
     text: TrainingText,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    reduced: list[int] = []
-
-    def count(tensors: Any, runtime: Runtime) -> None:
-        reduced.append(len(list(tensors)))
-
-    for reduction in ("sum_over_ranks", "largest_over_ranks"):
-        monkeypatch.setattr(f"underpar.quant.calibration.{reduction}", count)
-    ranks = [Runtime(torch.device("cpu"), rank, world) for rank in range(world)]
+    ranks = [unheard(rank, world) for rank in range(world)]
     shares = [collect(model, text, rank) for rank in ranks]
-    num_sites = 4 * NUM_LAYERS + 1
-    assert reduced == [num_sites, num_sites + 1, num_sites] * world
+    # Hessians, counts and maxima: a message each, from every rank.
+    assert [len(rank.transport.reduced) for rank in ranks] == [3] * world
     assert sum(share.num_tokens for share in shares) == found.num_tokens
     for name, hessian in found.hessians.items():
         total = torch.stack([share.hessians[name] for share in shares]).sum(0)

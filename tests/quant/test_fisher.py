@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from thread_ranks import unheard
 from tiny import TinyRun
 from underpar.build.levers import resolve_levers
 from underpar.build.model import build_model
@@ -151,13 +152,9 @@ def test_twice_the_same_is_the_same_bits(model: GPT, text: TrainingText, runtime
     assert torch.equal(other.outputs[HEAD], found.outputs[HEAD])
 
 
-def test_ranks_add_up_to_the_whole(
-    model: GPT, text: TrainingText, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_add_up_to_the_whole(model: GPT, text: TrainingText, runtime: Runtime) -> None:
     whole = measure(model, text, runtime)
-    monkeypatch.setattr("underpar.quant.fisher.sum_over_ranks", lambda tensors, rank: list(tensors))
-    ranks = [Runtime(runtime.device, rank, 2) for rank in range(2)]
-    shares = [measure(model, text, rank) for rank in ranks]
+    shares = [measure(model, text, unheard(rank, 2)) for rank in range(2)]
     assert [share.num_tokens for share in shares] == [600, 600]
     for name, g in whole.outputs.items():
         mean = torch.stack([share.outputs[name] for share in shares]).mean(0)

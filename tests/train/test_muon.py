@@ -6,17 +6,24 @@ Started by torchrun this file is one rank of `test_06_ranks_of_gloo_give_the_sam
 import os
 import subprocess
 import sys
-import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from thread_ranks import Ranks
 from underpar.core.dist import process_group
 from underpar.core.runtime import Runtime, open_runtime
-from underpar.train import muon
-from underpar.train.muon import CLASSIC, Muon, normalize_rows, orthogonalize
+from underpar.train.muon import (
+    CLASSIC,
+    COEFFICIENTS,
+    Coefficients,
+    Muon,
+    normalize_rows,
+    orthogonalize,
+)
 
 # Two banks that no number of ranks here divides, and one with fewer matrices than ranks.
 BANKS = [(24, 16)] * 5 + [(16, 24)] * 4 + [(8, 8)]
@@ -72,9 +79,9 @@ def test_01_zero_stays_zero_and_scale_does_not_matter() -> None:
     torch.testing.assert_close(orthogonalize(update), orthogonalize(10 * update), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("coefficients", muon.COEFFICIENTS.values(), ids=muon.COEFFICIENTS)
+@pytest.mark.parametrize("coefficients", COEFFICIENTS.values(), ids=COEFFICIENTS)
 def test_02_transposes_commute_and_a_batch_is_its_matrices(
-    coefficients: tuple[muon.Coefficients, ...],
+    coefficients: tuple[Coefficients, ...],
 ) -> None:
     torch.manual_seed(0)
     batch = torch.randn(3, 16, 40)
@@ -147,36 +154,17 @@ def test_05_without_gradient_a_matrix_only_decays(row_norm: bool) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3, 8])
-def test_06_ranks_give_the_same_update(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    shares: dict[int, Tensor] = {}
-    barrier = threading.Barrier(world, timeout=60)
-    padding: list[bool] = []
-
-    def gather(share: Tensor, runtime: Runtime) -> Tensor:
-        shares[runtime.rank] = share
-        barrier.wait()
-        whole = torch.cat([shares[rank] for rank in range(world)])
-        num_matrices = BANKS.count((whole.size(1), whole.size(2)))
-        padding.append(bool(whole[num_matrices:].any()))
-        barrier.wait()
-        return whole
-
+def test_06_ranks_give_the_same_update(world: int) -> None:
     expected = trained(Runtime(torch.device("cpu")))
-    monkeypatch.setattr(muon, "gather_shares", gather)
-    results: dict[int, dict[str, nn.Parameter]] = {}
-
-    def work(rank: int) -> None:
-        results[rank] = trained(Runtime(torch.device("cpu"), rank, world))
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(world)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for rank in range(world):
-        torch.testing.assert_close(results[rank], expected, rtol=0, atol=1e-5)
-    assert len(padding) == 9 * world
-    assert not any(padding)
+    ranks = Ranks(world)
+    for result in ranks.go([partial(trained, runtime) for runtime in ranks.runtimes]):
+        torch.testing.assert_close(result, expected, rtol=0, atol=1e-5)
+    for transport in ranks.transports:
+        # Three steps, one message for each bank; shares are filled up with zeros.
+        assert len(transport.gathered) == 9
+        for shares in transport.gathered:
+            whole = torch.cat(shares)
+            assert not whole[BANKS.count((whole.size(1), whole.size(2))) :].any()
 
 
 def test_06_ranks_of_gloo_give_the_same_update(tmp_path: Path) -> None:

@@ -21,6 +21,8 @@ from underpar.errors import UnderparError
 if TYPE_CHECKING:
     import torch
 
+    from underpar.core.dist import Transport
+
 
 _IMPORTED = time.perf_counter()
 
@@ -79,6 +81,8 @@ class Runtime:
     compiled: bool = False
     # The precision of matrix products; by default bf16 on a CUDA GPU, and fp32 elsewhere.
     precision: torch.dtype | None = None
+    # How tensors travel between ranks (`core/dist.py`); None: by torch.distributed.
+    transport: Transport | None = None
 
     @property
     def is_main(self) -> bool:

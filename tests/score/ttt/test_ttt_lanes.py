@@ -175,7 +175,7 @@ def test_capturing_changes_no_bit(
 @pytest.fixture
 def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """One that traces as inductor does and computes as torch does."""
-    monkeypatch.setattr(compiled, "_inductor", aot_eager)
+    monkeypatch.setattr(compiled, "inductor", aot_eager)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
     yield
@@ -337,17 +337,16 @@ DECAY_ALL = {"warm": True, "decay_all": True, "decay": 10.0}
         (SHARD, SORTED, {"lanes": 2, **DECAY_ALL}),
     ],
 )
-def test_two_ranks_price_as_one(
-    shard: Shard, method: Method, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ranks = Ranks(monkeypatch)
+def test_two_ranks_price_as_one(shard: Shard, method: Method, changes: dict[str, Any]) -> None:
+    ranks = Ranks()
 
     def make(runtime: Runtime) -> Run:
         phases = phased_sgd.PhasedSGD(phased_sgd.Settings(prefix=0.5, lr=0.1, chunk_tokens=16))
         settings: Settings = replace(SETTINGS, **changes)
         return Run(shard, settings, method, phases=phases, runtime=runtime)
 
-    alone, pair = make(ALONE).go(), ranks.go(make)
+    alone, runs = make(ALONE).go(), [make(runtime) for runtime in ranks.runtimes]
+    pair = ranks.go([run.go for run in runs])
     for run in pair:
         assert price_alike(run, alone)
         assert run.score.events == alone.score.events
