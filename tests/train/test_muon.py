@@ -171,7 +171,7 @@ def test_06_ranks_of_gloo_give_the_same_update(tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
     subprocess.run(
         [*launcher, __file__, str(tmp_path)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
         check=True,
         capture_output=True,
     )

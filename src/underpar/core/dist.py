@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,30 +34,6 @@ ALONE = Runtime(torch.device("cpu"))
 # that hangs. It must be longer than one rank compiles while the others wait: 151 s for pr2014 on
 # one GPU, more if eight ranks compile at once.
 TIMEOUT = timedelta(minutes=10)
-
-
-class Transport(Protocol):
-    """The collectives that ranks need, as torch.distributed has them."""
-
-    def all_reduce(self, tensor: Tensor, op: Any) -> Any:
-        """Replace `tensor` by its sum or maximum over ranks."""
-
-    def all_gather(self, tensor_list: list[Tensor], tensor: Tensor) -> Any:
-        """Fill `tensor_list` with each rank's `tensor`, in rank order."""
-
-    def broadcast(self, tensor: Tensor, src: int) -> Any:
-        """Replace `tensor` by that of rank `src`."""
-
-    def all_gather_object(self, object_list: list[Any], obj: object) -> Any:
-        """Fill `object_list` with each rank's object, in rank order."""
-
-    def broadcast_object_list(self, object_list: list[Any], src: int) -> Any:
-        """Replace the objects of the list by those of rank `src`."""
-
-
-def _transport(runtime: Runtime) -> Transport:
-    return runtime.transport or cast(Transport, dist)
-
 
 # The main rank sends this instead of a value when it has failed.
 FAILED = math.nan
@@ -100,6 +76,10 @@ def _meet(store: dist.Store, rank: int, world: int) -> str:
             return names[0]
         time.sleep(0.05)
     raise RuntimeError(f"not all of {world} ranks came within {TIMEOUT}")
+
+
+def _transport(runtime: Runtime) -> Any:
+    return runtime.transport or dist
 
 
 @contextmanager
