@@ -57,21 +57,21 @@ def spans() -> list[Shown]:
     return [Shown(name, span) for name, text in texts for span in SPAN.findall(text)]
 
 
-def find_command(shown: Shown) -> tuple[TyperCommand, list[str]]:
+def find_command(sample: Shown) -> tuple[TyperCommand, list[str]]:
     """The command that words call, and the words after its name."""
-    words = shlex.split(shown.text, comments=True)
+    words = shlex.split(sample.text, comments=True)
     words = words[words.index("underpar") + 1 :]
     command: Any = get_command(app)
     while isinstance(command, TyperGroup) and words and not words[0].startswith("-"):
         name = words.pop(0)
-        assert name in command.commands, f"{shown}: no command {name!r}"
+        assert name in command.commands, f"{sample}: no command {name!r}"
         command = command.commands[name]
     return command, words
 
 
-@pytest.mark.parametrize("shown", commands(), ids=str)
-def test_commands_of_blocks_are_understood(shown: Shown) -> None:
-    command, words = find_command(shown)
+@pytest.mark.parametrize("sample", commands(), ids=str)
+def test_commands_of_blocks_are_understood(sample: Shown) -> None:
+    command, words = find_command(sample)
     # Parsed as on the command line; the command is not called.
     command.make_context("underpar", until_redirection(words))
 
@@ -89,32 +89,32 @@ def test_commands_that_would_be_refused_are_noticed(text: str, why: str) -> None
         test_commands_of_blocks_are_understood(Shown("page", text))
 
 
-@pytest.mark.parametrize("shown", spans(), ids=str)
-def test_commands_in_sentences_exist(shown: Shown) -> None:
-    command, words = find_command(shown)
+@pytest.mark.parametrize("sample", spans(), ids=str)
+def test_commands_in_sentences_exist(sample: Shown) -> None:
+    command, words = find_command(sample)
     names = {"--help", *(name for param in command.params for name in all_names(param))}
     options = {word.partition("=")[0] for word in words if word.startswith("-")}
-    assert options <= names, f"{shown}: no option {options - names}"
+    assert options <= names, f"{sample}: no option {options - names}"
 
 
 def all_names(param: Any) -> list[str]:
     return [*param.opts, *param.secondary_opts]
 
 
-@pytest.mark.parametrize("shown", blocks("py", "python"), ids=str)
-def test_python_compiles(shown: Shown) -> None:
+@pytest.mark.parametrize("sample", blocks("py", "python"), ids=str)
+def test_python_compiles(sample: Shown) -> None:
     # Lines of a dictionary are shown without its braces.
-    is_table = re.match(r' *"\w+": ', shown.text)
-    compile(f"{{{shown.text}}}" if is_table else shown.text, shown.page, "exec")
+    is_table = re.match(r' *"\w+": ', sample.text)
+    compile(f"{{{sample.text}}}" if is_table else sample.text, sample.page, "exec")
 
 
-@pytest.mark.parametrize("shown", blocks("toml"), ids=str)
-def test_toml_parses(shown: Shown) -> None:
-    assert tomllib.loads(shown.text)
+@pytest.mark.parametrize("sample", blocks("toml"), ids=str)
+def test_toml_parses(sample: Shown) -> None:
+    assert tomllib.loads(sample.text)
 
 
 def test_the_pages_show_something() -> None:
-    pages = {shown.page for shown in commands()}
+    pages = {sample.page for sample in commands()}
     assert {"README.md", "data.md", "scoring.md"} <= pages
     assert len(spans()) > 20
 

@@ -83,8 +83,8 @@ def test_sizes_that_differ_are_those_of_the_pass() -> None:
     graph = trace(function, x, y)
     for num in (5, 9):
         args = [num, torch.ones(num, 3), y]
-        (found,) = outputs_like(graph, args)
-        assert found.shape == (2 * (num + 7), 3) and found.stride() == (3, 1)
+        (output,) = outputs_like(graph, args)
+        assert output.shape == (2 * (num + 7), 3) and output.stride() == (3, 1)
 
 
 def test_a_kernel_is_waited_for_when_it_is_asked() -> None:
@@ -104,8 +104,8 @@ def test_inductor_computes_the_same_with_kernels_that_come_later() -> None:
     run = torch.compile(function, fullgraph=True, backend=Sharing(inductor))
     x = torch.linspace(0, 3, 1000, requires_grad=True)
     with kernels_later():
-        found = run(x)
-    (grad,) = torch.autograd.grad(found, x)
+        value = run(x)
+    (grad,) = torch.autograd.grad(value, x)
     (wanted,) = torch.autograd.grad(function(x), x)
-    torch.testing.assert_close(found, function(x), rtol=1e-5, atol=0)
+    torch.testing.assert_close(value, function(x), rtol=1e-5, atol=0)
     torch.testing.assert_close(grad, wanted, rtol=1e-4, atol=1e-4)

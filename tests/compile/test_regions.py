@@ -69,9 +69,9 @@ def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
 
 def assert_plain(run: Eager, model: GPT) -> float:
     """The loss of a step, once it and its gradients are known to be those without a compiler."""
-    found = take_passes(run, model, *CUTS)
-    assert_same(found, take_passes(EAGER, model, *CUTS))
-    return float(found["loss"])
+    actual = take_passes(run, model, *CUTS)
+    assert_same(actual, take_passes(EAGER, model, *CUTS))
+    return float(actual["loss"])
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Pass:
     """A batch through a model, and how many graphs there were after it."""
 
     progress: float
-    found: dict[str, Tensor]
+    actual: dict[str, Tensor]
     expected: dict[str, Tensor]
     num_visits: int
     num_graphs: int
@@ -98,16 +98,16 @@ def passes(request: pytest.FixtureRequest, compiler: Compiler) -> tuple[str, lis
     for p in ENDS:
         model.set_progress(p)
         for lengths in CUTS:
-            found = take_passes(run, model, lengths)
+            actual = take_passes(run, model, lengths)
             expected = take_passes(EAGER, model, lengths)
-            made.append(Pass(p, found, expected, len(model.plan), compiler.num_graphs))
+            made.append(Pass(p, actual, expected, len(model.plan), compiler.num_graphs))
     return request.param, made
 
 
 def test_loss_and_gradients_are_the_plain_ones(passes: tuple[str, list[Pass]]) -> None:
     for made in passes[1]:
-        assert len(made.found) > 20
-        assert_same(made.found, made.expected)
+        assert len(made.actual) > 20
+        assert_same(made.actual, made.expected)
 
 
 def test_layers_share_graphs(passes: tuple[str, list[Pass]]) -> None:
@@ -123,7 +123,7 @@ def test_other_pieces_compile_nothing_new(passes: tuple[str, list[Pass]]) -> Non
     for p in ENDS:
         first, second = (each for each in passes[1] if each.progress == p)
         assert first.num_graphs == second.num_graphs
-        assert not torch.equal(first.found["loss"], second.found["loss"])
+        assert not torch.equal(first.actual["loss"], second.actual["loss"])
 
 
 def test_a_loop_switched_on_compiles_nothing_new_in_pr2014(
@@ -199,8 +199,8 @@ def test_rows_by_number_become_inputs() -> None:
     assert examples == ["weight", "x", "place", "getitem", "getitem_1", "getitem_8"]
     assert str(graph.graph) == text
     weight, x, place = torch.randn(4, 4), torch.randn(4), torch.tensor(3)
-    found = copy(weight, x, place, weight[2], weight[-1], weight[2])
-    assert torch.equal(found, cut(weight, x, place))
+    outputs = copy(weight, x, place, weight[2], weight[-1], weight[2])
+    assert torch.equal(outputs, cut(weight, x, place))
     # Rows are no longer taken inside.
     moved = copy(weight, x, place, weight[2], weight[-1] + 1, weight[2])
     torch.testing.assert_close(moved, cut(weight, x, place) + 1)

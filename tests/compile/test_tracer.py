@@ -52,9 +52,9 @@ def test_every_lever_is_traced_as_it_computes(cases: tuple[str, ...], graphs: Gr
         model.set_progress(p)
         # Once while it is traced, once more from the graph.
         for _ in range(2):
-            found = results(run, model)
+            traced = results(run, model)
             # A soft cap is compiled in another way.
-            torch.testing.assert_close(found, results(EAGER, model), rtol=1e-5, atol=2e-6)
+            torch.testing.assert_close(traced, results(EAGER, model), rtol=1e-5, atol=2e-6)
     assert len(graphs.made) >= 3
 
 
@@ -106,8 +106,8 @@ def test_settings_make_another_graph_and_weights_do_not(graphs: Graphs) -> None:
     module, run, x = Scaled(), Traced(scale, graphs), torch.ones(3)
 
     def check(num_graphs: int) -> None:
-        found = run(module, x, settings=settings_of(module))
-        assert torch.equal(found, scale(module, x)) and len(graphs.made) == num_graphs
+        traced = run(module, x, settings=settings_of(module))
+        assert torch.equal(traced, scale(module, x)) and len(graphs.made) == num_graphs
 
     check(1)
     with torch.no_grad():
@@ -161,11 +161,11 @@ def test_containers_are_returned_as_they_were_made(graphs: Graphs) -> None:
     run = Traced(function, graphs)
     for _ in range(2):
         x, held = torch.rand(3), {"deep": (torch.rand(1), torch.rand(2)), "plain": 7}
-        found = run(x, held)
-        assert found["again"][1] is x and found["held"] is held["deep"][1]
-        assert found["made"] is found["again"][0] and found["nothing"] == ()
-        assert found["plain"] == (7, None)
-        assert torch.equal(found["made"], x * 2)
+        traced = run(x, held)
+        assert traced["again"][1] is x and traced["held"] is held["deep"][1]
+        assert traced["made"] is traced["again"][0] and traced["nothing"] == ()
+        assert traced["plain"] == (7, None)
+        assert torch.equal(traced["made"], x * 2)
     (graph,) = graphs.made
     # What is only passed on is no part of it.
     assert [n.op for n in graph.graph.nodes].count("placeholder") == 1

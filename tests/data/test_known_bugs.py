@@ -352,13 +352,13 @@ def test_bug_11_validation_of_every_slice(tmp_path: Path) -> None:
         names.append(manifest["val"]["documents_sha256"])
     assert names[0] != names[1]
     # Our own split asks the document alone, so slices hold out what the whole does.
-    found = []
+    decoded_texts = []
     for number, part in enumerate(slices):
         path = write_jsonl(tmp_path / f"{number}.jsonl", part)
         build_data([path], tmp_path / f"slice{number}", BuildOptions(None, 0.3, kind="bytes"))
         data = load_data(tmp_path / f"slice{number}")
-        found += [text.decode() for text in decoded(data, data.val)]
-    assert found == held_out(texts, 0.3)
+        decoded_texts += [text.decode() for text in decoded(data, data.val)]
+    assert decoded_texts == held_out(texts, 0.3)
 
 
 def encoded_as(data: DataFolder, change: Callable[[str], str]) -> Callable[[Columns], Columns]:

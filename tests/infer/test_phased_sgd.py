@@ -117,7 +117,7 @@ def test_few_tokens_are_small_steps(least_steps: int) -> None:
     num_tokens = sum(len(document) + 1 for document in DOCUMENTS)
     chunk = num_tokens // least_steps
     few, asked = lever(chunk_tokens=10**6, least_steps=least_steps), lever(chunk_tokens=chunk)
-    steps = [own.train(fresh(), DOCUMENTS, CONTEXT, ALONE) for own in (few, asked)]
+    steps = [phases.train(fresh(), DOCUMENTS, CONTEXT, ALONE) for phases in (few, asked)]
     assert steps[0] == steps[1] and least_steps - 1 <= steps[0] <= least_steps + 1
 
 

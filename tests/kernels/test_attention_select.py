@@ -37,9 +37,9 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def add(monkeypatch: pytest.MonkeyPatch, backend: Backend) -> None:
     """A first backend that every device may try."""
-    own = replace(backend, name="own")
-    monkeypatch.setitem(BACKENDS, "own", own)
-    monkeypatch.setattr(select, "BACKENDS", {"own": own} | BACKENDS)
+    renamed = replace(backend, name="own")
+    monkeypatch.setitem(BACKENDS, "own", renamed)
+    monkeypatch.setattr(select, "BACKENDS", {"own": renamed} | BACKENDS)
 
 
 def test_a_cpu_tries_no_kernel_of_a_gpu() -> None:

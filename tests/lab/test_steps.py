@@ -31,7 +31,7 @@ def test_steps_are_taken_at_both_ends_of_training(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiled, "inductor", lambda graph, examples: graph)
-    found = []
+    speeds = []
     for is_compiled in (False, True):
         progress = Watcher()
         steps = measure_steps(
@@ -44,8 +44,8 @@ def test_steps_are_taken_at_both_ends_of_training(
         [task] = progress.tasks
         shares = [completed / task.total for completed, _ in task.updates]
         assert shares == sorted(shares) and shares[0] > 0 and shares[-1] < 1
-        found.append(steps)
-    plain, fast = found
+        speeds.append(steps)
+    plain, fast = speeds
     assert (plain.num_graphs, fast.num_graphs) == (0, 5)
     assert fast.losses == pytest.approx(plain.losses, abs=1e-4)
 

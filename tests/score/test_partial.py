@@ -266,16 +266,16 @@ def test_memory_stays_where_it_is_and_is_as_large_as_it_was() -> None:
 
     def addresses(*states: dict[str, Any]) -> list[int]:
         parts = [part for state in states for part in (state, state.get("slots", {}))]
-        found = [value for part in parts for value in part.values()]
-        return [value.data_ptr() for value in found if isinstance(value, torch.Tensor)]
+        lines = [value for part in parts for value in part.values()]
+        return [value.data_ptr() for value in lines if isinstance(value, torch.Tensor)]
 
     model, settings = randomized(RECIPE), replace(SETTINGS, sites=("k",))
     for num_lanes in (2, 1):
         lora, other = (Lora(model, settings, range(n), CPU) for n in (2, num_lanes))
         cache, before = ChunkCache(RECIPE.model, 2, CPU), ChunkCache(RECIPE.model, num_lanes, CPU)
-        for own in (cache, before):
-            own.reserve(5)
-            own._cache(0, torch.zeros(1, 1, 4))
+        for one in (cache, before):
+            one.reserve(5)
+            one._cache(0, torch.zeros(1, 1, 4))
         where = addresses(lora.state(), cache.state())
         lora.load(other.state())
         cache.load(before.state())
@@ -422,11 +422,11 @@ def continue_and_start_over(command: list[str], label: str, folder: Path) -> Non
     assert continued.exit_code == 0, continued.output
     assert continued.stderr.splitlines() == [f"continuing {file} at step {STEP}"]
     assert {p.name for p in folder.iterdir()} == {"model.upar", "score.py", score.name}
-    found = ledger(score)
+    entries = ledger(score)
     file.write_bytes(left)
     whole = runner.invoke(cli.app, [*command, "--fresh"], catch_exceptions=False)
     assert (whole.exit_code, whole.stderr) == (0, "")
-    assert ledger(score) == found and not file.exists()
+    assert ledger(score) == entries and not file.exists()
     assert all(json.loads(result.stdout)["finished"] for result in (whole, continued))
 
 
@@ -468,9 +468,9 @@ def test_killed_ranks_continue_together(tiny_run: TinyRun, artifact_file: Path) 
     assert f"score-lora_ttt.partial at step {STEP}" in done.stderr
     score = folder / "score-lora_ttt.json"
     assert {p.name for p in folder.iterdir()} == {"model.upar", "score.py", score.name}
-    found = ledger(score)
+    entries = ledger(score)
     assert launch(command, *pair, number=0).returncode == 0
-    assert ledger(score) == found
+    assert ledger(score) == entries
 
 
 def sending(number: int) -> Any:

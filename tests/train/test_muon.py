@@ -43,10 +43,10 @@ def give_gradients(parameters: dict[str, nn.Parameter], seed: int) -> None:
 def trained(runtime: Runtime, row_norm: bool = True) -> dict[str, nn.Parameter]:
     """Three steps on made-up gradients, the same on every rank."""
     parameters = matrices(BANKS)
-    own = Muon(parameters, decay=0.1, row_norm=row_norm, runtime=runtime)
+    optimizer = Muon(parameters, decay=0.1, row_norm=row_norm, runtime=runtime)
     for step in range(3):
         give_gradients(parameters, seed=step)
-        own.step(lr=0.05, momentum=0.9)
+        optimizer.step(lr=0.05, momentum=0.9)
     return parameters
 
 
@@ -109,7 +109,7 @@ def test_03_rows_are_divided_by_their_length() -> None:
 def test_03_row_normalized_steps_follow_the_hand_formula() -> None:
     parameters = matrices([(6, 4)])
     weight, momentum = parameters["0"].detach().clone(), torch.zeros(6, 4)
-    own = Muon(parameters, decay=0.1, newton_schulz="classic", row_norm=True)
+    optimizer = Muon(parameters, decay=0.1, newton_schulz="classic", row_norm=True)
     for step in range(3):
         give_gradients(parameters, seed=step)
         gradient = parameters["0"].grad
@@ -119,7 +119,7 @@ def test_03_row_normalized_steps_follow_the_hand_formula() -> None:
         update = update / update.square().sum(1, keepdim=True).sqrt()
         direction = orthogonalize(update[None], CLASSIC)[0]
         weight = (1 - 0.02 * 0.1 * 0.5) * weight - 0.02 * (6 / 4) ** 0.5 * direction
-        own.step(lr=0.02, momentum=0.9, decay_scale=0.5)
+        optimizer.step(lr=0.02, momentum=0.9, decay_scale=0.5)
     torch.testing.assert_close(parameters["0"].detach(), weight, rtol=0, atol=1e-6)
 
 
@@ -148,8 +148,8 @@ def test_05_without_gradient_a_matrix_only_decays(row_norm: bool) -> None:
     parameters = matrices([(4, 6)])
     before = parameters["0"].detach().clone()
     parameters["0"].grad = torch.zeros(4, 6)
-    own = Muon(parameters, decay=0.1, row_norm=row_norm)
-    own.step(lr=0.5, momentum=0.9, decay_scale=0.25)
+    optimizer = Muon(parameters, decay=0.1, row_norm=row_norm)
+    optimizer.step(lr=0.5, momentum=0.9, decay_scale=0.25)
     assert torch.equal(parameters["0"].detach(), before * (1 - 0.5 * 0.1 * 0.25))
 
 
@@ -186,7 +186,7 @@ def test_classic_equals_torch_optim_muon(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)
     ours = matrices([(24, 16), (16, 24), (24, 16)])
     theirs = [nn.Parameter(p.detach().clone()) for p in ours.values()]
-    own = Muon(ours, decay=0.1, newton_schulz="classic")
+    optimizer = Muon(ours, decay=0.1, newton_schulz="classic")
     oracle = torch.optim.Muon(
         theirs, lr=0.02, weight_decay=0.1, momentum=0.9, nesterov=True, ns_coefficients=CLASSIC[0]
     )
@@ -195,7 +195,7 @@ def test_classic_equals_torch_optim_muon(monkeypatch: pytest.MonkeyPatch) -> Non
         for a, b in zip(ours.values(), theirs, strict=True):
             assert a.grad is not None
             b.grad = a.grad.clone()
-        own.step(lr=0.02, momentum=0.9)
+        optimizer.step(lr=0.02, momentum=0.9)
         oracle.step()
     for a, b in zip(ours.values(), theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=0.0, atol=1e-5)

@@ -296,7 +296,7 @@ def test_penalties_read_the_true_weights(tiny_data: Path, tmp_path: Path) -> Non
     trainer.runner = Watched()
     assert not trainer.run(lambda line: True)
     assert len(seen) == 1 and torch.equal(seen[0], true)
-    assert len(passes) == 2 and not any(torch.equal(found, true) for found in passes)
+    assert len(passes) == 2 and not any(torch.equal(passed, true) for passed in passes)
 
 
 def test_with_loops_and_other_levers_it_trains(tiny_data: Path, tmp_path: Path) -> None:
@@ -350,8 +350,8 @@ def test_two_ranks_train_like_one(late: Trainer, tiny_data: Path, tmp_path: Path
     out = ["--data", str(tiny_data), "--out", str(tmp_path), "--device", "cpu", "--json"]
     command = ["-m", "underpar", "train", "baseline+cpu", *out, *sets]
     subprocess.run([*launcher, *command], check=True, capture_output=True)
-    found = [line["loss"] for line in RunFolder(tmp_path).metrics()]
-    assert found == pytest.approx(losses(late), abs=1e-4)
+    logged = [line["loss"] for line in RunFolder(tmp_path).metrics()]
+    assert logged == pytest.approx(losses(late), abs=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ class Request:
             raise BenchError(f"{self.num_steps} steps have no last quarter; use at least 4")
         most = max(variant.num_micro_batches for variant in VARIANTS.values())
         if self.batch_tokens < 1 or self.batch_tokens % most:
-            raise BenchError(f"{self.batch_tokens} tokens a step: expected a multiple of {most}")
+            raise BenchError(f"{self.batch_tokens} tokens per step: expected a multiple of {most}")
 
 
 def run_parity(

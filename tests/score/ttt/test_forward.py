@@ -135,10 +135,10 @@ def test_all_widths_are_one_set_of_graphs(model: GPT, keys: str) -> None:
     for width in (8, 24, 13, 5, 3, 2, 1):
         counts = [max(1, width - lane) for lane in range(NUM_LANES)]
         chunks = [Chunk(lane, lane, first, count, False) for lane, count in enumerate(counts)]
-        eager, found = run_both(forward, model, lora, lanes, chunks)
-        torch.testing.assert_close(found[0], eager[0], rtol=0, atol=1e-5)
+        eager, compiled = run_both(forward, model, lora, lanes, chunks)
+        torch.testing.assert_close(compiled[0], eager[0], rtol=0, atol=1e-5)
         atol = 1e-4 * float(eager[1].abs().max())
-        torch.testing.assert_close(found[1], eager[1], rtol=0, atol=atol)
+        torch.testing.assert_close(compiled[1], eager[1], rtol=0, atol=atol)
         assert Counted.num_traces == 5
         first += counts[-1]
 
@@ -165,8 +165,8 @@ def test_a_token_or_two_are_not_compiled(model: GPT, keys: str, num_lanes: int, 
     # Rows that are read again have more tokens in the second step, and no more targets.
     for first in (0, width):
         chunks = [Chunk(lane, lane, first, width, False) for lane in range(num_lanes)]
-        eager, found = run_both(forward, model, lora, lanes, chunks)
-        assert all(map(torch.equal, found, eager))
+        eager, compiled = run_both(forward, model, lora, lanes, chunks)
+        assert all(map(torch.equal, compiled, eager))
     assert Counted.num_traces == 0
 
 

@@ -26,9 +26,9 @@ class Pack:
     """Where the pieces of a flat pack are in padded grids, computed once per batch.
 
     Pieces of similar length share a grid, so that one long piece does not pad all others. A grid
-    (S, L) has one piece per row and holds positions in the flat pack. The tensor beside it has the
-    cells, among its S * L, that are tokens and not padding. `order` (N,) brings the tokens of all
-    grids, one grid after the other, back into the order of the pack.
+    (S, L) has one piece per row and holds positions in the flat pack. The second tensor of a pair
+    has the cells, among its S * L, that are tokens and not padding. `order` (N,) brings the tokens
+    of all grids, one grid after the other, back into the order of the pack.
     """
 
     grids: tuple[tuple[Tensor, Tensor], ...]
