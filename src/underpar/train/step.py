@@ -48,7 +48,7 @@ def stream_loss(network: Network, stream: Stream, targets: Tensor, fused: bool) 
 def sum_penalties(
     penalties: Sequence[Penalty], model: nn.Module, step: int, p: float
 ) -> Tensor | None:
-    """The sum of what `penalties` add to the loss after `step` steps, at progress p; None: nothing."""
+    """The sum of what `penalties` add to the loss after `step` steps; None: nothing."""
     terms = (lever.penalty(model, step, p) for lever in penalties)
     values = [value for value in terms if value is not None]
     return torch.stack(values).sum() if values else None
