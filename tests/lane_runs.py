@@ -98,8 +98,8 @@ class Run:
 
     def nats(self, document: int) -> np.ndarray:
         """The prices of a document that were entered."""
-        own = [nats for owner, _, nats in self.commits if owner == document]
-        return np.concatenate([np.zeros(0), *own])
+        prices = [nats for owner, _, nats in self.commits if owner == document]
+        return np.concatenate([np.zeros(0), *prices])
 
     @property
     def bits(self) -> list[float]:

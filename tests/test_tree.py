@@ -61,15 +61,15 @@ def own_part(path: Path) -> str:
 @pytest.mark.parametrize("path", FILES, ids=IDS)
 def test_imports_point_one_way(path: Path) -> None:
     level = {part: i for i, parts in enumerate(LEVELS) for part in parts}
-    own = own_part(path)
+    package = own_part(path)
     for module in imported_modules(path.read_text()):
         part = part_of(module)
-        assert level[part] <= level[own], f"{path.name} imports {module}"
+        assert level[part] <= level[package], f"{path.name} imports {module}"
         # The table also names the text transforms, which live with the data.
-        if own == "levers" and path.name != "__init__.py":
+        if package == "levers" and path.name != "__init__.py":
             assert part in LEVER_MAY, f"lever {path.name} imports {module}"
         if part == "levers":
-            assert own in KNOWS_LEVERS, f"{path.name} knows levers"
+            assert package in KNOWS_LEVERS, f"{path.name} knows levers"
 
 
 @pytest.mark.parametrize("path", FILES, ids=IDS)

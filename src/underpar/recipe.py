@@ -57,12 +57,12 @@ class Recipe:
 
 def list_recipes() -> dict[str, str]:
     """Shipped recipes: name -> first comment line of the file."""
-    found = {}
+    titles = {}
     for entry in resources.files("underpar.recipes").iterdir():
         if entry.name.endswith(".toml"):
             first = entry.read_text().splitlines()[0]
-            found[entry.name.removesuffix(".toml")] = first.lstrip("# ")
-    return dict(sorted(found.items()))
+            titles[entry.name.removesuffix(".toml")] = first.lstrip("# ")
+    return dict(sorted(titles.items()))
 
 
 def read_recipe_file(path: Path) -> Recipe:

@@ -153,8 +153,8 @@ class TrainPart:
 
     def __post_init__(self) -> None:
         budgets = (self.budget_seconds, self.budget_steps, self.budget_tokens, self.budget_flops)
-        given = min(budgets) >= 0 and max(budgets) > 0
-        require(given, "train.budget_seconds, budget_steps, budget_tokens: give one above 0")
+        has_budget = min(budgets) >= 0 and max(budgets) > 0
+        require(has_budget, "train.budget_seconds, budget_steps, budget_tokens: give one above 0")
         reserve = self.reserve_seconds
         # Without a limit in seconds, there is no budget to keep seconds from.
         require(

@@ -21,8 +21,8 @@ def tails(exponent: int) -> list[int]:
     """T of an exponent."""
     g = POWERS[exponent]
     width = math.sqrt(gamma(1 / g) / gamma(3 / g))
-    found = [round(float(gammaincc(1 / g, (k / 8 / width) ** g)) * 2**29) for k in range(65)]
-    return found[: found.index(0)] if 0 in found else found
+    masses = [round(float(gammaincc(1 / g, (k / 8 / width) ** g)) * 2**29) for k in range(65)]
+    return masses[: masses.index(0)] if 0 in masses else masses
 
 
 def mass_above(exponent: int, bucket: int, h: int) -> int:
@@ -106,12 +106,12 @@ def read_array(data: bytes, freqs: list[int], size: int) -> list[int]:
 def read_section(data: bytes, size: int, steps: list[int] | None) -> list[int]:
     center, bucket = data[0], data[1]
     freqs = share([mass(0, bucket, abs(i - center % 128), 1) for i in range(96)])
-    found = read_array(data[2:], freqs, size)
+    halves = read_array(data[2:], freqs, size)
     if center < 128:
-        return found
+        return halves
     assert steps is not None
     middle = sorted(steps)[size // 2]
-    return [(i - (t - middle) // 2) % 96 for i, t in zip(found, steps, strict=True)]
+    return [(i - (t - middle) // 2) % 96 for i, t in zip(halves, steps, strict=True)]
 
 
 def read_matrix(
@@ -156,21 +156,23 @@ def read_integers(data: bytes) -> tuple[dict[str, list[int]], dict[str, Lines], 
     raw = lzma.decompress(sections[0], format=lzma.FORMAT_RAW, filters=FILTERS)
     rows = json.loads(raw)["tensors"]
     lengths = {row["name"]: count_steps(row) for row in rows}
-    sizes = [n for own in lengths.values() for n in own] + [sum("activation" in r for r in rows)]
+    sizes = [n for counts in lengths.values() for n in counts] + [
+        sum("activation" in r for r in rows)
+    ]
     centers = struct.unpack_from(f"<{len(sizes)}h", sections[3])
     matrix = read_matrix(sections[3][2 * len(sizes) :], [-(-sum(sizes) // 128), 128])
     flat = [n for row in matrix for n in row]
     lines = [[flat.pop(0) + c for _ in range(n)] for n, c in zip(sizes, centers, strict=True)]
-    steps = {name: [lines.pop(0) for _ in own] for name, own in lengths.items()}
+    steps = {name: [lines.pop(0) for _ in counts] for name, counts in lengths.items()}
     codes, at = {}, 0
     for row in rows:
         stream = sections[4][at:][: row.get("bytes", 0)]
         at += len(stream)
         if row["scheme"].startswith("grid"):
             states = int(row["scheme"][4:].removesuffix("+columns"))
-            own = steps[row["name"]][: 1 + ("+" in row["scheme"])]
-            found = read_matrix(stream, row["shape"], states, own)
-            codes[row["name"]] = [n for line in found for n in line]
+            counts = steps[row["name"]][: 1 + ("+" in row["scheme"])]
+            decoded = read_matrix(stream, row["shape"], states, counts)
+            codes[row["name"]] = [n for line in decoded for n in line]
         elif row["scheme"] != "fp16":
             symbols = read_array(stream, row["freqs"], math.prod(row["shape"]))
             codes[row["name"]] = [row["low"] + symbol for symbol in symbols]

@@ -114,7 +114,7 @@ def test_many_arrays_give_the_streams_of_each() -> None:
     assert streams == [encode(a, f) for a, f in zip(arrays, tables, strict=True)]
     decoded = decode_many(streams, tables, sizes)
     assert all(map(np.array_equal, decoded, arrays))
-    assert all(found.dtype == np.int16 for found in decoded)
+    assert all(array.dtype == np.int16 for array in decoded)
     assert encode_many([], []) == decode_many([], [], []) == []
     for damaged in range(1, len(sizes)):
         cut = [s[:-2] if i == damaged else s for i, s in enumerate(streams)]

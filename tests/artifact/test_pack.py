@@ -57,11 +57,11 @@ def test_round_trip_for_any_shape(shapes: list[tuple[int, int]], width: float, s
     activations = {name: int(rng.integers(-512, 513)) for name in [*tensors][::2]}
     artifact = replace(artifact_of(tensors), activations=activations)
     data = pack(artifact)
-    found = unpack(data)
-    assert found.equals(artifact)
-    assert artifact.equals(found)
-    assert same_weights(artifact, found)
-    assert pack(found) == data
+    unpacked = unpack(data)
+    assert unpacked.equals(artifact)
+    assert artifact.equals(unpacked)
+    assert same_weights(artifact, unpacked)
+    assert pack(unpacked) == data
 
 
 def draw_model(text: str, width: float) -> Artifact:
@@ -93,9 +93,9 @@ def test_round_trip_of_the_small_tensors_of_a_model() -> None:
         if shape or text == "fp16"
     }
     artifact = artifact_of(tensors)
-    found = unpack(pack(artifact))
-    assert found.equals(artifact)
-    assert all(dequantize(t).shape == tensors[n].shape for n, t in found.tensors.items())
+    unpacked = unpack(pack(artifact))
+    assert unpacked.equals(artifact)
+    assert all(dequantize(t).shape == tensors[n].shape for n, t in unpacked.tensors.items())
 
 
 def test_equal_artifacts_give_equal_bytes() -> None:
@@ -208,9 +208,9 @@ def test_lines_of_log_steps_come_back(lines: list[list[int]]) -> None:
     arrays = [np.array(line, dtype=np.int16) for line in lines]
     lengths = [len(line) for line in lines]
     data = write_lines(arrays)
-    found = read_lines(data, lengths)
-    assert [line.tolist() for line in found] == lines
-    assert all(line.dtype == np.int16 for line in found)
+    decoded = read_lines(data, lengths)
+    assert [line.tolist() for line in decoded] == lines
+    assert all(line.dtype == np.int16 for line in decoded)
     for wrong in (data[:-1], data + b"\0", data[2:]):
         if wrong != data:
             with pytest.raises(ArtifactError):

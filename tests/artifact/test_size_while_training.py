@@ -81,8 +81,8 @@ def test_gaussian_weights_take_what_is_forecast(name: str, sets: list[str]) -> N
     recipe = recipe_of(name, sets)
     weights = gaussian_weights(recipe)
     # Without the code, whose bytes are no guess.
-    found = forecast_of(recipe).total_bytes(weights) - CODE_BYTES
-    assert found == pytest.approx(packed_bytes(recipe, weights) - CODE_BYTES, rel=0.005)
+    forecast = forecast_of(recipe).total_bytes(weights) - CODE_BYTES
+    assert forecast == pytest.approx(packed_bytes(recipe, weights) - CODE_BYTES, rel=0.005)
 
 
 def trained_weights(recipe: Recipe) -> dict[str, Tensor]:
@@ -102,15 +102,15 @@ def trained_weights(recipe: Recipe) -> dict[str, Tensor]:
 def test_trained_weights_take_what_is_forecast(name: str, sets: list[str]) -> None:
     recipe = recipe_of(name, sets)
     weights = trained_weights(recipe)
-    found = forecast_of(recipe).total_bytes(weights) - CODE_BYTES
-    assert found == pytest.approx(packed_bytes(recipe, weights) - CODE_BYTES, rel=0.005)
+    forecast = forecast_of(recipe).total_bytes(weights) - CODE_BYTES
+    assert forecast == pytest.approx(packed_bytes(recipe, weights) - CODE_BYTES, rel=0.005)
 
 
 def test_a_run_ends_with_the_size_of_its_artifact(tiny_run: TinyRun) -> None:
-    found = json.loads(tiny_run.folder.validation_file.read_text())["forecast_bytes"]
+    logged = json.loads(tiny_run.folder.validation_file.read_text())["forecast_bytes"]
     packed = json.loads(tiny_run.folder.budget_file.read_text())["total_bytes"]
     code_bytes = len(bundle(tiny_run.recipe))
-    assert found - code_bytes == pytest.approx(packed - code_bytes, rel=0.005)
+    assert logged - code_bytes == pytest.approx(packed - code_bytes, rel=0.005)
 
 
 def test_the_forecast_of_a_recipe_agrees() -> None:
@@ -177,8 +177,8 @@ def test_many_halves_are_squeezed_in_part() -> None:
     recipe = recipe_of("baseline+cpu", ['quant.rules=["* fp16"]', "model.mlp_dim=256"])
     weights = gaussian_weights(recipe)
     assert sum(w.numel() for w in weights.values()) > 2 * MOST_HALVES
-    found, packed = forecast_of(recipe).total_bytes(weights), packed_bytes(recipe, weights)
-    assert found == pytest.approx(packed, rel=0.02)
+    forecast, packed = forecast_of(recipe).total_bytes(weights), packed_bytes(recipe, weights)
+    assert forecast == pytest.approx(packed, rel=0.02)
 
 
 def test_broken_weights_do_not_end_a_run() -> None:

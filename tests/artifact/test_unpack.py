@@ -69,11 +69,11 @@ def test_the_documented_format_is_enough_to_read_a_file(seed: int, shape: tuple[
     artifact.tensors["follows"] = replace(
         artifact.tensors["plain.grid1"], steps=steps, codes=np.rint(90 * codes).astype(np.int16)
     )
-    found, lines, activations = read_integers(pack(artifact))
+    integers, lines, activations = read_integers(pack(artifact))
     assert activations == list(artifact.activations.values())
     for name, tensor in artifact.tensors.items():
         assert [line.tolist() for line in lines_of(tensor)] == lines[name]
-        assert tensor.codes is None or tensor.codes.reshape(-1).tolist() == found[name]
+        assert tensor.codes is None or tensor.codes.reshape(-1).tolist() == integers[name]
 
 
 def test_one_tensor_is_read_though_another_is_damaged() -> None:

@@ -47,8 +47,8 @@ def test_interpolation_stays_within_frequency_units(exponent: int, units: float)
     for bucket in range(0, width_tables.NUM_BUCKETS, 5):
         half_edges = np.arange(2 + int(18 * 2 ** ((bucket - 36) / 8)))
         exact = mass_above(exponent, bucket, half_edges / 2)
-        found = [width_tables.mass_above(exponent, bucket, h) for h in half_edges.tolist()]
-        assert np.abs(np.array(found) / 2**30 - exact).max() * TOTAL <= units
+        masses = [width_tables.mass_above(exponent, bucket, h) for h in half_edges.tolist()]
+        assert np.abs(np.array(masses) / 2**30 - exact).max() * TOTAL <= units
 
 
 def test_tables_are_whole_and_even() -> None:
@@ -106,9 +106,9 @@ def test_fit_finds_rows_and_columns() -> None:
     widths = 2 ** ((rows[:, None] + columns - 36) / 8)
     codes = np.rint(rng.standard_normal(widths.shape) * widths).astype(np.int16)
     scales, _ = fit(codes, 1)
-    found = scales.rows[:, None] + scales.columns
-    assert np.abs(found - rows[:, None] - columns).max() <= 3
-    assert np.mean(found == rows[:, None] + columns) >= 0.5
+    sums = scales.rows[:, None] + scales.columns
+    assert np.abs(sums - rows[:, None] - columns).max() <= 3
+    assert np.mean(sums == rows[:, None] + columns) >= 0.5
 
 
 def test_widths_that_differ_by_chance_cost_nothing() -> None:

@@ -47,10 +47,14 @@ def test_levers_have_the_settings_of_the_recipe_or_their_defaults() -> None:
     method = Method(("lora_ttt", "tilt"))
     changes = ["levers.lora_ttt.alpha=3.0", "levers.tilt={order=4}", "score.batch_tokens=7"]
     opened, recipe = open_method(RECIPE, method, changes)
-    own = lever_settings(recipe)
+    stored = lever_settings(recipe)
     assert opened == method and set(recipe.levers) == {*RECIPE.levers, "tilt"}
-    assert (own["lora_ttt"].rank, own["lora_ttt"].chunk, own["lora_ttt"].alpha) == (2, 8, 3.0)
-    assert (own["tilt"].order, own["tilt"].boost) == (4, 2.625)
+    assert (stored["lora_ttt"].rank, stored["lora_ttt"].chunk, stored["lora_ttt"].alpha) == (
+        2,
+        8,
+        3.0,
+    )
+    assert (stored["tilt"].order, stored["tilt"].boost) == (4, 2.625)
     assert (recipe.score.batch_tokens, recipe.score.adapt_tokens) == (7, 20)
     assert open_method(RECIPE, PLAIN)[0] is PLAIN
 
@@ -139,10 +143,10 @@ def test_a_score_says_how_to_repeat_it(
 ) -> None:
     score = score_of(artifact, method, *changes)
     stored = replace(score, how=json.loads(json.dumps(score.how)))
-    found, recipe = method_of(stored, artifact.recipe)
-    assert (found, recipe) == open_method(RECIPE, method, changes)
+    named, recipe = method_of(stored, artifact.recipe)
+    assert (named, recipe) == open_method(RECIPE, method, changes)
     again = run_method(
-        replace(artifact, recipe=recipe), SHARD, ScoringRequest(found, Runtime(torch.device("cpu")))
+        replace(artifact, recipe=recipe), SHARD, ScoringRequest(named, Runtime(torch.device("cpu")))
     )
     assert again.entries == score.entries and again.how == score.how
     assert again.entries != score_of(artifact, method).entries

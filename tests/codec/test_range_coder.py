@@ -239,12 +239,12 @@ def test_what_is_no_distribution_is_refused(probs: np.ndarray) -> None:
 def test_locate_agrees_with_intervals() -> None:
     freqs = range_coder.quantize(draw_probs(11, 1, 300, 3.0))[0]
     symbols = np.arange(300)
-    found = intervals_of(np.tile(freqs, (300, 1)), symbols)
-    for symbol, (start, freq) in zip(symbols.tolist(), found, strict=True):
+    intervals = intervals_of(np.tile(freqs, (300, 1)), symbols)
+    for symbol, (start, freq) in zip(symbols.tolist(), intervals, strict=True):
         assert range_coder.locate(freqs, start) == (symbol, start, freq)
         assert range_coder.locate(freqs, start + freq - 1) == (symbol, start, freq)
-    assert found[0][0] == 0
-    assert sum(found[-1]) == TOTAL
+    assert intervals[0][0] == 0
+    assert sum(intervals[-1]) == TOTAL
 
 
 def test_misuse_trips_the_invariants() -> None:

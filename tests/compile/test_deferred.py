@@ -10,9 +10,8 @@ from torch import Tensor, fx
 from torch._dynamo.backends.debugging import aot_eager
 
 from lever_stacks import batch_of, randomized
-from underpar.compile import regions as compiled
 from underpar.compile.deferred import LazyKernel, kernels_later, outputs_like
-from underpar.compile.regions import Sharing, TracedRun
+from underpar.compile.regions import Sharing, TracedRun, inductor
 from underpar.recipe import load_recipe
 from underpar.train.step import mean_loss
 
@@ -24,18 +23,15 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def test_a_trace_only_pass_traces_everything_and_computes_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_trace_only_pass_traces_everything_and_computes_nothing() -> None:
     runs = []
 
     def compiler(graph: fx.GraphModule, inputs: list[Any]) -> Any:
         run = aot_eager(graph, inputs)
         return lambda *args: (runs.append(1), run(*args))[1]
 
-    monkeypatch.setattr(compiled, "_inductor", compiler)
     sizes = ["model.num_layers=3", "levers.smear=true", "levers.unet=true"]
-    model, run = randomized(load_recipe("cpu", sizes)).train(), TracedRun()
+    model, run = randomized(load_recipe("cpu", sizes)).train(), TracedRun(Sharing(compiler))
     batch = batch_of([9, 30], model.spec.context)
     with run.trace_only():
         shadow = mean_loss(model, batch, run)
@@ -87,8 +83,8 @@ def test_sizes_that_differ_are_those_of_the_pass() -> None:
     graph = trace(function, x, y)
     for num in (5, 9):
         args = [num, torch.ones(num, 3), y]
-        (found,) = outputs_like(graph, args)
-        assert found.shape == (2 * (num + 7), 3) and found.stride() == (3, 1)
+        (output,) = outputs_like(graph, args)
+        assert output.shape == (2 * (num + 7), 3) and output.stride() == (3, 1)
 
 
 def test_a_kernel_is_waited_for_when_it_is_asked() -> None:
@@ -105,11 +101,11 @@ def test_inductor_computes_the_same_with_kernels_that_come_later() -> None:
     def function(x: Tensor) -> Tensor:
         return (x.sin() * x).cumsum(0).sum()
 
-    run = torch.compile(function, fullgraph=True, backend=Sharing(compiled._inductor))
+    run = torch.compile(function, fullgraph=True, backend=Sharing(inductor))
     x = torch.linspace(0, 3, 1000, requires_grad=True)
     with kernels_later():
-        found = run(x)
-    (grad,) = torch.autograd.grad(found, x)
+        value = run(x)
+    (grad,) = torch.autograd.grad(value, x)
     (wanted,) = torch.autograd.grad(function(x), x)
-    torch.testing.assert_close(found, function(x), rtol=1e-5, atol=0)
+    torch.testing.assert_close(value, function(x), rtol=1e-5, atol=0)
     torch.testing.assert_close(grad, wanted, rtol=1e-4, atol=1e-4)

@@ -11,7 +11,6 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch.utils.checkpoint import checkpoint
 
 from lever_stacks import batch_of, randomized
-from underpar.compile import regions as compiled
 from underpar.compile.regions import DynamoBranches, Sharing, TracedRun, take_rows_out
 from underpar.model.gpt import GPT
 from underpar.model.network import EAGER, Eager
@@ -38,12 +37,9 @@ class Compiler:
 
 
 @pytest.fixture(scope="module")
-def compiler() -> Iterator[Compiler]:
+def compiler() -> Compiler:
     """In the place of inductor."""
-    with pytest.MonkeyPatch.context() as patch:
-        compiler = Compiler()
-        patch.setattr(compiled, "_inductor", compiler)
-        yield compiler
+    return Compiler()
 
 
 @pytest.fixture(autouse=True)
@@ -73,9 +69,9 @@ def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
 
 def assert_plain(run: Eager, model: GPT) -> float:
     """The loss of a step, once it and its gradients are known to be those without a compiler."""
-    found = take_passes(run, model, *CUTS)
-    assert_same(found, take_passes(EAGER, model, *CUTS))
-    return float(found["loss"])
+    actual = take_passes(run, model, *CUTS)
+    assert_same(actual, take_passes(EAGER, model, *CUTS))
+    return float(actual["loss"])
 
 
 @dataclass(frozen=True)
@@ -83,7 +79,7 @@ class Pass:
     """A batch through a model, and how many graphs there were after it."""
 
     progress: float
-    found: dict[str, Tensor]
+    actual: dict[str, Tensor]
     expected: dict[str, Tensor]
     num_visits: int
     num_graphs: int
@@ -97,21 +93,21 @@ def passes(request: pytest.FixtureRequest, compiler: Compiler) -> tuple[str, lis
     model = randomized(load_recipe(f"{request.param}+cpu", sets)).train()
     torch._dynamo.reset()
     compiler.num_graphs = 0
-    run = TracedRun()
+    run = TracedRun(Sharing(compiler))
     made = []
     for p in ENDS:
         model.set_progress(p)
         for lengths in CUTS:
-            found = take_passes(run, model, lengths)
+            actual = take_passes(run, model, lengths)
             expected = take_passes(EAGER, model, lengths)
-            made.append(Pass(p, found, expected, len(model.plan), compiler.num_graphs))
+            made.append(Pass(p, actual, expected, len(model.plan), compiler.num_graphs))
     return request.param, made
 
 
 def test_loss_and_gradients_are_the_plain_ones(passes: tuple[str, list[Pass]]) -> None:
     for made in passes[1]:
-        assert len(made.found) > 20
-        assert_same(made.found, made.expected)
+        assert len(made.actual) > 20
+        assert_same(made.actual, made.expected)
 
 
 def test_layers_share_graphs(passes: tuple[str, list[Pass]]) -> None:
@@ -127,7 +123,7 @@ def test_other_pieces_compile_nothing_new(passes: tuple[str, list[Pass]]) -> Non
     for p in ENDS:
         first, second = (each for each in passes[1] if each.progress == p)
         assert first.num_graphs == second.num_graphs
-        assert not torch.equal(first.found["loss"], second.found["loss"])
+        assert not torch.equal(first.actual["loss"], second.actual["loss"])
 
 
 def test_a_loop_switched_on_compiles_nothing_new_in_pr2014(
@@ -141,7 +137,7 @@ def test_a_loop_switched_on_compiles_nothing_new_in_pr2014(
 
 
 def test_branches_apart_are_few_graphs_and_the_plain_loss(compiler: Compiler) -> None:
-    model, run = randomized(load_recipe("pr2014+cpu")).train(), DynamoBranches()
+    model, run = randomized(load_recipe("pr2014+cpu")).train(), DynamoBranches(Sharing(compiler))
     for p in ENDS:
         model.set_progress(p)
         assert_plain(run, model)
@@ -154,8 +150,8 @@ def small_model() -> GPT:
     return randomized(load_recipe("cpu", ["model.num_layers=2", "levers.x0_mix=true"])).train()
 
 
-def test_weights_that_moved_are_seen() -> None:
-    model, run = small_model(), TracedRun()
+def test_weights_that_moved_are_seen(compiler: Compiler) -> None:
+    model, run = small_model(), TracedRun(Sharing(compiler))
     losses = [assert_plain(run, model)]
     rows = model.levers["x0_mix"].get_parameter("weight")
     with torch.no_grad():
@@ -171,7 +167,7 @@ def test_two_losses_share_nothing(compiler: Compiler) -> None:
     one, other = small_model(), small_model()
     with torch.no_grad():
         other.embedding.weight.mul_(0.5)
-    first, second = TracedRun(), TracedRun()
+    first, second = TracedRun(Sharing(compiler)), TracedRun(Sharing(compiler))
     losses = [assert_plain(first, one)]
     # Embedding, layers and loss, once for each.
     assert compiler.num_graphs == 3
@@ -203,8 +199,8 @@ def test_rows_by_number_become_inputs() -> None:
     assert examples == ["weight", "x", "place", "getitem", "getitem_1", "getitem_8"]
     assert str(graph.graph) == text
     weight, x, place = torch.randn(4, 4), torch.randn(4), torch.tensor(3)
-    found = copy(weight, x, place, weight[2], weight[-1], weight[2])
-    assert torch.equal(found, cut(weight, x, place))
+    outputs = copy(weight, x, place, weight[2], weight[-1], weight[2])
+    assert torch.equal(outputs, cut(weight, x, place))
     # Rows are no longer taken inside.
     moved = copy(weight, x, place, weight[2], weight[-1] + 1, weight[2])
     torch.testing.assert_close(moved, cut(weight, x, place) + 1)

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from lever_stacks import MODEL, batch_of, groups_of, randomized, stack_with
-from underpar.compile import regions as compiled
 from underpar.compile import tracer as tracer_module
-from underpar.compile.regions import TracedRun
+from underpar.compile.regions import Sharing, TracedRun
 from underpar.compile.tracer import Traced, Tracer, settings_of
 from underpar.model.gpt import GPT
 from underpar.model.network import EAGER, Eager
@@ -47,18 +46,15 @@ def results(run: Eager, model: GPT) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("cases", groups_of(MODEL), ids="+".join)
-def test_every_lever_is_traced_as_it_computes(
-    cases: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, graphs: Graphs
-) -> None:
-    monkeypatch.setattr(compiled, "_inductor", graphs)
-    model, run = randomized(stack_with(*cases)).train(), TracedRun()
+def test_every_lever_is_traced_as_it_computes(cases: tuple[str, ...], graphs: Graphs) -> None:
+    model, run = randomized(stack_with(*cases)).train(), TracedRun(Sharing(graphs))
     for p in (0.0, 1.0):
         model.set_progress(p)
         # Once while it is traced, once more from the graph.
         for _ in range(2):
-            found = results(run, model)
+            traced = results(run, model)
             # A soft cap is compiled in another way.
-            torch.testing.assert_close(found, results(EAGER, model), rtol=1e-5, atol=2e-6)
+            torch.testing.assert_close(traced, results(EAGER, model), rtol=1e-5, atol=2e-6)
     assert len(graphs.made) >= 3
 
 
@@ -72,9 +68,8 @@ def test_visits_are_traced_once_for_all_contexts(
             super().__init__(*args)
             num.append(1)
 
-    monkeypatch.setattr(compiled, "_inductor", graphs)
     monkeypatch.setattr(tracer_module, "Tracer", Counted)
-    model, run = randomized(stack_with("unet", "partial_rope")).train(), TracedRun()
+    model, run = randomized(stack_with("unet", "partial_rope")).train(), TracedRun(Sharing(graphs))
     counts = []
     for context in (128, 96, 128):
         batch = batch_of([25, 60], context)
@@ -84,14 +79,11 @@ def test_visits_are_traced_once_for_all_contexts(
     assert counts == [2 + 2 * len(model.plan), 3 + 2 * len(model.plan), 3 + 2 * len(model.plan)]
 
 
-def test_a_visit_that_asks_for_the_context_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, graphs: Graphs
-) -> None:
-    monkeypatch.setattr(compiled, "_inductor", graphs)
+def test_a_visit_that_asks_for_the_context_is_an_error(graphs: Graphs) -> None:
     model = randomized(stack_with("unet")).train()
     model.hooks.change(before=lambda visit, stream: stream.cache.context)
     with pytest.raises(AttributeError, match="context"):
-        mean_loss(model, batch_of([9, 30], model.spec.context), TracedRun())
+        mean_loss(model, batch_of([9, 30], model.spec.context), TracedRun(Sharing(graphs)))
 
 
 class Scaled(nn.Module):
@@ -114,8 +106,8 @@ def test_settings_make_another_graph_and_weights_do_not(graphs: Graphs) -> None:
     module, run, x = Scaled(), Traced(scale, graphs), torch.ones(3)
 
     def check(num_graphs: int) -> None:
-        found = run(module, x, settings=settings_of(module))
-        assert torch.equal(found, scale(module, x)) and len(graphs.made) == num_graphs
+        traced = run(module, x, settings=settings_of(module))
+        assert torch.equal(traced, scale(module, x)) and len(graphs.made) == num_graphs
 
     check(1)
     with torch.no_grad():
@@ -169,11 +161,11 @@ def test_containers_are_returned_as_they_were_made(graphs: Graphs) -> None:
     run = Traced(function, graphs)
     for _ in range(2):
         x, held = torch.rand(3), {"deep": (torch.rand(1), torch.rand(2)), "plain": 7}
-        found = run(x, held)
-        assert found["again"][1] is x and found["held"] is held["deep"][1]
-        assert found["made"] is found["again"][0] and found["nothing"] == ()
-        assert found["plain"] == (7, None)
-        assert torch.equal(found["made"], x * 2)
+        traced = run(x, held)
+        assert traced["again"][1] is x and traced["held"] is held["deep"][1]
+        assert traced["made"] is traced["again"][0] and traced["nothing"] == ()
+        assert traced["plain"] == (7, None)
+        assert torch.equal(traced["made"], x * 2)
     (graph,) = graphs.made
     # What is only passed on is no part of it.
     assert [n.op for n in graph.graph.nodes].count("placeholder") == 1
@@ -210,12 +202,9 @@ def test_a_value_cannot_steer_a_trace(graphs: Graphs) -> None:
         run(torch.ones(3))
 
 
-def test_compiled_training_uses_the_fused_formulas(
-    monkeypatch: pytest.MonkeyPatch, graphs: Graphs
-) -> None:
-    monkeypatch.setattr(compiled, "_inductor", graphs)
+def test_compiled_training_uses_the_fused_formulas(graphs: Graphs) -> None:
     model = randomized(load_recipe("cpu")).train()
-    mean_loss(model, batch_of([9, 30], model.spec.context), TracedRun())
+    mean_loss(model, batch_of([9, 30], model.spec.context), TracedRun(Sharing(graphs)))
     code = "".join(graph.code for graph in graphs.made)
     assert "sigmoid" in code and "tanh" not in code and "cross_entropy" not in code
 

@@ -70,8 +70,8 @@ def bytecode_of_torch(folder: Path, module_name: str = "torch", **said: str) -> 
     paths = os.pathsep.join((str(folder / "packages"), source))
     environment |= {"HOME": str(folder / "home"), "PYTHONPATH": paths} | said
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
-    found = folder.glob("**/torch/**/*.pyc")
-    return sorted(str(path.relative_to(folder)) for path in found)
+    bytecode = folder.glob("**/torch/**/*.pyc")
+    return sorted(str(path.relative_to(folder)) for path in bytecode)
 
 
 def test_bytecode_is_kept_at_home_where_none_may_be_written(tmp_path: Path) -> None:

@@ -133,11 +133,11 @@ def test_ranges_partition_the_documents_and_point_to_the_texts(tmp_path: Path) -
         for row in manifest["inputs"]:
             begin, end = row["documents"].get(split, (len(covered), len(covered)))
             covered += range(begin, end)
-            own = groups[Path(row["path"]).name]
+            members = groups[Path(row["path"]).name]
             keeps = {
                 text.encode()
-                for text in own
-                if (text in held_out(own, HOLDOUT)) == (split == "val")
+                for text in members
+                if (text in held_out(members, HOLDOUT)) == (split == "val")
             }
             assert set(texts[begin:end]) == keeps
             assert end - begin == len(keeps)

@@ -46,11 +46,11 @@ def surface_strings(tokenizer: SentencePieceTokenizer, written: str) -> list[str
     return [b"".join(strings_of(piece, 3)).decode() for piece in pieces]
 
 
-def walk_plainly(found: list[str], symbols: str) -> list[int]:
+def walk_plainly(strings: list[str], symbols: str) -> list[int]:
     """Weights of pieces: one state for all, one code point at a time (the published sidecar)."""
     source_bytes = []
     is_literal = False
-    for surface in found:
+    for surface in strings:
         num_bytes = 0
         for char in surface:
             if is_literal or char not in symbols:
@@ -65,8 +65,8 @@ def walk_plainly(found: list[str], symbols: str) -> list[int]:
 
 
 def reference(tokenizer: SentencePieceTokenizer, text: str) -> list[int]:
-    found = surface_strings(tokenizer, tokenizer.transform.forward(text))
-    return walk_plainly(found, tokenizer.transform.symbols)
+    surfaces = surface_strings(tokenizer, tokenizer.transform.forward(text))
+    return walk_plainly(surfaces, tokenizer.transform.symbols)
 
 
 @pytest.mark.parametrize("name", TRANSFORM_NAMES)
@@ -80,8 +80,8 @@ def reference(tokenizer: SentencePieceTokenizer, text: str) -> list[int]:
 def test_a_lossy_model_has_the_published_source_bytes(name: str, text: str) -> None:
     tokenizer = lossy(name)
     pieces = tokenizer.encode_texts([text])
-    own = model_of(tokenizer).encode(tokenizer.transform.forward(text))
-    assert pieces.tokens.tolist() == [1, *own]
+    ids = model_of(tokenizer).encode(tokenizer.transform.forward(text))
+    assert pieces.tokens.tolist() == [1, *ids]
     assert pieces.source_bytes.tolist() == [0, *reference(tokenizer, text)]
 
 
@@ -92,11 +92,11 @@ def test_a_lossy_model_has_the_published_source_bytes(name: str, text: str) -> N
 def test_a_dummy_prefix_is_nobodys_byte(texts: list[str]) -> None:
     tokenizer = lossy(add_dummy_prefix=True)
     pieces = tokenizer.encode_texts(texts)
-    own = [model_of(tokenizer).encode(text) for text in texts]
-    assert pieces.tokens.tolist() == [id_ for ids in own for id_ in (1, *ids)]
+    encoded = [model_of(tokenizer).encode(text) for text in texts]
+    assert pieces.tokens.tolist() == [id_ for ids in encoded for id_ in (1, *ids)]
     firsts = np.cumsum(pieces.counts) - pieces.counts
     per_text = np.split(pieces.source_bytes, firsts[1:]) if texts else []
-    for text, ids, sizes, changed in zip(texts, own, per_text, pieces.changed, strict=True):
+    for text, ids, sizes, changed in zip(texts, encoded, per_text, pieces.changed, strict=True):
         assert changed == (tokenizer.decode(ids) != text.encode())
         # Where the prefix stands for a space that was there, the space has its byte.
         if not text.startswith(" "):
@@ -181,14 +181,14 @@ def test_a_code_point_is_paid_where_it_ends(name: str, data: bytes, cuts: list[i
     written = transform.forward(data.decode("utf-8", "surrogateescape"))
     size = len(written.encode("utf-8", "surrogateescape"))
     bounds = np.unique([0, size, *(cut for cut in cuts if cut < size)])
-    found = span_source_bytes(written, bounds[:-1], bounds[1:], transform)
+    spans = span_source_bytes(written, bounds[:-1], bounds[1:], transform)
     expected = np.zeros(len(bounds) - 1, dtype=np.int64)
     at = 0
     for char, num_bytes in zip(written, transform.source_bytes(written), strict=True):
         at += len(char.encode("utf-8", "surrogateescape"))
         expected[np.searchsorted(bounds, at) - 1] += num_bytes
-    assert found.tolist() == expected.tolist()
-    assert found.sum() == len(data)
+    assert spans.tolist() == expected.tolist()
+    assert spans.sum() == len(data)
 
 
 def test_spans_outside_and_none() -> None:
@@ -206,9 +206,9 @@ def test_surfaces_are_spans_of_the_input(text: str) -> None:
     ids, begins, ends = surfaces(model.encode(text, out_type="serialized_proto"))
     assert ids == model.encode(text)
     raw = text.encode()
-    found = [raw[begin:end].decode() for begin, end in zip(begins, ends, strict=True)]
-    assert found == surface_strings(lossless(), text)
-    assert "".join(found) == text
+    spans = [raw[begin:end].decode() for begin, end in zip(begins, ends, strict=True)]
+    assert spans == surface_strings(lossless(), text)
+    assert "".join(spans) == text
 
 
 def test_surfaces_of_a_long_text() -> None:

@@ -68,21 +68,21 @@ def join(words: list[str]) -> str:
 
 
 def test_exact_copies_are_counted_inside_and_named_across() -> None:
-    found = exact_duplicates(
+    copies = exact_duplicates(
         TextShard(["a", "b", "a", "c", "a", "d", "d"]), TextShard(["x", "d", "y", "y", "b", "d"])
     )
-    assert found.train == Repeats(num_repeated=2, num_extra=3)
-    assert found.val == Repeats(num_repeated=2, num_extra=2)
-    assert found.across == [(1, 4), (5, 1), (5, 5), (6, 1), (6, 5)]
+    assert copies.train == Repeats(num_repeated=2, num_extra=3)
+    assert copies.val == Repeats(num_repeated=2, num_extra=2)
+    assert copies.across == [(1, 4), (5, 1), (5, 5), (6, 1), (6, 5)]
 
 
 def test_all_bytes_of_a_hash_count() -> None:
     rows = np.zeros((33, 32), dtype=np.uint8)
     rows[np.arange(32), np.arange(32)] = 1
     shard = SimpleNamespace(num_documents=33, doc_hashes=rows)
-    found = exact_duplicates(shard, shard)
-    assert found.across == [(i, i) for i in range(33)]
-    assert found.train == found.val == Repeats(0, 0)
+    copies = exact_duplicates(shard, shard)
+    assert copies.across == [(i, i) for i in range(33)]
+    assert copies.train == copies.val == Repeats(0, 0)
 
 
 def test_splits_without_documents_share_nothing() -> None:
@@ -97,8 +97,8 @@ def test_a_near_copy_is_found_with_its_exact_similarity() -> None:
     changed = words.copy()
     changed[50] = "other"
     # One changed word breaks 5 of the 96 shingles on each side.
-    found = near([join(prose("u", 90)), join(changed)], [join(prose("v", 80)), join(words)])
-    assert found == [NearPair(train=1, val=1, similarity=91 / 101, shared=91 / 96)]
+    copies = near([join(prose("u", 90)), join(changed)], [join(prose("v", 80)), join(words)])
+    assert copies == [NearPair(train=1, val=1, similarity=91 / 101, shared=91 / 96)]
 
 
 def test_the_threshold_itself_is_near_and_above_it_comes_first() -> None:
@@ -121,9 +121,9 @@ def test_case_spaces_and_punctuation_do_not_matter() -> None:
 
 def test_repeated_shingles_count_once() -> None:
     words = prose("w", 20)
-    found = near([join(words * 3)], [join(words)])
+    copies = near([join(words * 3)], [join(words)])
     # The copies add the four shingles over each seam, the same at both.
-    assert found == [NearPair(0, 0, 16 / 20, 1.0)]
+    assert copies == [NearPair(0, 0, 16 / 20, 1.0)]
 
 
 def test_a_short_document_is_one_shingle() -> None:
@@ -178,8 +178,8 @@ def test_an_overlap_adds_up_over_training_and_names_the_largest_part() -> None:
 
 def test_the_worst_overlap_comes_first() -> None:
     words = prose("w", 60)
-    found = overlaps([join(words[:40])], [join(words), join(words[:30]), join(words[20:])])
-    assert found == [Overlap(1, 1.0, 0), Overlap(0, 28 / 48, 0), Overlap(2, 8 / 28, 0)]
+    copies = overlaps([join(words[:40])], [join(words), join(words[:30]), join(words[20:])])
+    assert copies == [Overlap(1, 1.0, 0), Overlap(0, 28 / 48, 0), Overlap(2, 8 / 28, 0)]
 
 
 def test_the_first_of_equal_parts_is_named() -> None:
@@ -227,8 +227,8 @@ def test_counts_are_those_of_plain_sets(
     }
     texts = [[join(words) for words in side] for side in corpora]
     thresholds = NearSettings(threshold, num_words, 0.0, num_words)
-    found, found_shares = find_duplicates(*map(TextShard, texts), decode, thresholds)
-    assert set(found) == pairs and len(found) == len(pairs)
+    copies, found_shares = find_duplicates(*map(TextShard, texts), decode, thresholds)
+    assert set(copies) == pairs and len(copies) == len(pairs)
     assert set(found_shares) == shares and len(found_shares) == len(shares)
 
 

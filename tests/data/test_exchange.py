@@ -366,9 +366,9 @@ def test_a_wrong_file_is_refused(
 ) -> None:
     options = published_bytes(tmp_path, ["held out"], ["training"])
     write_published(tmp_path / name, values)
-    found = refusal(tmp_path, tmp_path / "out", options)
-    assert re.search(message, found)
-    assert found.startswith(f"{tmp_path}/fineweb_")
+    refused = refusal(tmp_path, tmp_path / "out", options)
+    assert re.search(message, refused)
+    assert refused.startswith(f"{tmp_path}/fineweb_")
 
 
 @pytest.mark.parametrize("split", ["train", "val"])

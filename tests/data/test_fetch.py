@@ -55,9 +55,9 @@ def test_a_repository_arrives_with_its_record(hub: FakeHub, tmp_path: Path) -> N
     hub.page_size = 2
     out = tmp_path / "new" / "out"
     summary = fetch(REPO, out, options(hub))
-    found = found_in(out)
-    record = json.loads(found.pop(RECORD_NAME))
-    assert found == FILES
+    files = found_in(out)
+    record = json.loads(files.pop(RECORD_NAME))
+    assert files == FILES
     assert record["repo"] == REPO
     assert record["revision"] == "main"
     assert record["files"] == [
@@ -79,19 +79,19 @@ def test_what_is_complete_is_not_fetched_again(hub: FakeHub, tmp_path: Path) -> 
     summary = fetch(REPO, tmp_path, options(hub))
     assert sorted(name for name, _ in hub.seen) == ["data/part-1.bin", "data/part-2.bin", "tree"]
     assert (summary.num_files, summary.num_fetched_files) == (len(FILES), 2)
-    found = found_in(tmp_path)
-    assert json.loads(found.pop(RECORD_NAME))["files"][0]["path"] == "README.md"
-    assert found == FILES
+    files = found_in(tmp_path)
+    assert json.loads(files.pop(RECORD_NAME))["files"][0]["path"] == "README.md"
+    assert files == FILES
 
 
 def test_an_unfinished_fetch_leaves_no_record(hub: FakeHub, tmp_path: Path) -> None:
     hub.faults["data/part-2.bin"] = [cut_at(100), refuse(404)]
     with pytest.raises(DataError, match=r"part-2\.bin: not found"):
         fetch(REPO, tmp_path, options(hub))
-    found = found_in(tmp_path)
-    assert RECORD_NAME not in found
-    assert found["data/part-2.bin.part"] == FILES["data/part-2.bin"][:100]
-    assert found["data/part-1.bin"] == FILES["data/part-1.bin"]
+    files = found_in(tmp_path)
+    assert RECORD_NAME not in files
+    assert files["data/part-2.bin.part"] == FILES["data/part-2.bin"][:100]
+    assert files["data/part-1.bin"] == FILES["data/part-1.bin"]
 
 
 def test_the_token_goes_to_the_hub_and_not_to_where_it_points(hub: FakeHub, tmp_path: Path) -> None:
@@ -393,8 +393,8 @@ def test_a_published_set_arrives(hub: FakeHub, tmp_path: Path) -> None:
     hub.files = {file.path: file.path.encode() for file in published_listing()}
     hub.small = {path for path in hub.files if path.endswith((".json", ".vocab"))}
     summary = fetch("caseops", tmp_path, options(hub, num_train_files=2))
-    found = found_in(tmp_path)
-    record = json.loads(found.pop(RECORD_NAME))
-    assert found == wanted
+    kept = found_in(tmp_path)
+    record = json.loads(kept.pop(RECORD_NAME))
+    assert kept == wanted
     assert (record["name"], record["repo"]) == ("caseops", "romeerp/parameter-golf-caseops-v1")
     assert summary.num_fetched_files == len(wanted)

@@ -175,8 +175,8 @@ def test_any_parts_hold_the_documents_of_the_whole(
         return
     merged = merge_folders(folders, folder / "out")
     data = load_data(folder / "out")
-    found = [h.tobytes() for shard in (data.train, data.val) for h in shard.doc_hashes]
-    assert found == sorted(hashes, key=lambda digest: is_held_out(digest, 0.5))
+    digests = [h.tobytes() for shard in (data.train, data.val) for h in shard.doc_hashes]
+    assert digests == sorted(hashes, key=lambda digest: is_held_out(digest, 0.5))
     num_bytes = sum(len(text.encode()) for texts in parts for text in texts)
     assert merged["train"]["bytes"] + merged["val"]["bytes"] == num_bytes
     assert merged["tally"]["documents"] == len(hashes)

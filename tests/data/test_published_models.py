@@ -67,8 +67,8 @@ def test_the_model_is_the_published_one(caseops: SentencePieceTokenizer) -> None
 def test_worked_examples(caseops: SentencePieceTokenizer, text: str, expected: str) -> None:
     pieces = caseops.encode_texts([text])
     strings = model_of(caseops).id_to_piece(pieces.tokens[1:].tolist())
-    found = [f"{s}{w}" for s, w in zip(strings, pieces.source_bytes[1:], strict=True)]
-    assert " ".join(found).translate(NAMES) == expected
+    labels = [f"{s}{w}" for s, w in zip(strings, pieces.source_bytes[1:], strict=True)]
+    assert " ".join(labels).translate(NAMES) == expected
     assert pieces.source_bytes.sum() == len(text.encode())
 
 

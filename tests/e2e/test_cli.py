@@ -59,8 +59,8 @@ def test_help_does_not_wait_for_torch() -> None:
 
 def test_recipes() -> None:
     assert "baseline" in run_json("recipe", "list")
-    shown = run_json("recipe", "show", "baseline+cpu", "--set", "train.seed=9")
-    assert shown["train"]["seed"] == 9
+    resolved = run_json("recipe", "show", "baseline+cpu", "--set", "train.seed=9")
+    assert resolved["train"]["seed"] == 9
     assert "[train]" in run("recipe", "show", "demo")
 
 
@@ -157,11 +157,11 @@ def test_what_a_stopped_score_left_is_refused_if_damaged(
 
 def test_size_forecasts_and_enforces() -> None:
     assert run_json("size", "cpu")["total_bytes"] < 16_000_000
-    found = CliRunner().invoke(app, ["size", "cpu", "--set", "limits.cap_bytes=1000"])
-    assert isinstance(found.exception, ArtifactError)
-    assert "over the cap" in str(found.exception)
+    result = CliRunner().invoke(app, ["size", "cpu", "--set", "limits.cap_bytes=1000"])
+    assert isinstance(result.exception, ArtifactError)
+    assert "over the cap" in str(result.exception)
     # The table shows by how much.
-    assert "left" in found.stdout
+    assert "left" in result.stdout
 
 
 def test_doctor() -> None:

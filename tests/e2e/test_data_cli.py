@@ -42,9 +42,9 @@ def test_build_says_what_it_made(docs: Path, folder: Path, tmp_path: Path) -> No
     ours, theirs = contents(tmp_path), contents(folder)
     assert ours.pop("manifest.json") != theirs.pop("manifest.json")
     assert ours == theirs
-    shown = run("data", "build", docs, "--out", tmp_path, *SIZE)
-    assert "400 pieces, transform identity, lossless" in " ".join(shown.split())
-    assert "repaired" not in shown
+    output = run("data", "build", docs, "--out", tmp_path, *SIZE)
+    assert "400 pieces, transform identity, lossless" in " ".join(output.split())
+    assert "repaired" not in output
 
 
 def test_build_on_all_cores_gives_the_same(docs: Path, folder: Path, tmp_path: Path) -> None:
@@ -85,8 +85,8 @@ def test_build_repairs_only_when_asked(tmp_path: Path, fails: Fails) -> None:
     assert "bad_input is 'skip', expected 'refuse' or 'repair'" in fails(
         *words, "--bad-input", "skip"
     )
-    shown = run(*words, "--bad-input", "repair")
-    assert "1 documents repaired (1 characters), 1 empty ones left out" in shown
+    output = run(*words, "--bad-input", "repair")
+    assert "1 documents repaired (1 characters), 1 empty ones left out" in output
     tally = run_json("data", "inspect", tmp_path / "out")["tally"]
     assert (tally["documents"], tally["left_out_empty"], tally["repaired"]) == (32, 1, 1)
 
@@ -103,8 +103,8 @@ def test_build_refuses_in_one_line(docs: Path, tmp_path: Path, fails: Fails) -> 
 def test_inspect_checks_all_of_it(folder: Path, tmp_path: Path, fails: Fails) -> None:
     manifest = run_json("data", "inspect", folder)
     assert manifest == load_data(folder).manifest
-    shown = run("data", "inspect", folder)
-    assert f"{manifest['val']['bytes']:,}" in shown
+    output = run("data", "inspect", folder)
+    assert f"{manifest['val']['bytes']:,}" in output
     broken = Path(shutil.copytree(folder, tmp_path / "broken"))
     shard = broken / "val.shard"
     shard.write_bytes(shard.read_bytes()[:-1] + b"\x00")
@@ -120,9 +120,9 @@ def test_audit_passes_a_clean_folder(tmp_path: Path) -> None:
     train = write_jsonl(tmp_path / "a.jsonl", [words_of(f"train{i}x", 30) for i in range(10)])
     val = write_jsonl(tmp_path / "b.jsonl", [words_of(f"val{i}x", 30) for i in range(5)])
     run("data", "build", train, "--out", tmp_path / "out", *BYTES, "--val", val)
-    found = run_json("data", "audit", tmp_path / "out")
-    assert found["verdict"] == "pass"
-    assert found["exact"]["num_across"] == found["near"]["num_pairs"] == 0
+    report = run_json("data", "audit", tmp_path / "out")
+    assert report["verdict"] == "pass"
+    assert report["exact"]["num_across"] == report["near"]["num_pairs"] == 0
     assert "0 exact and 0 near duplicates" in run("data", "audit", tmp_path / "out")
 
 
@@ -135,9 +135,9 @@ def test_audit_finds_near_duplicates_and_names_them(tmp_path: Path) -> None:
     run("data", "build", inputs, "--out", tmp_path / "out", *BYTES, "--val", val)
     result = invoke("data", "audit", tmp_path / "out", "--json")
     assert result.exit_code == 1
-    found = json.loads(result.stdout)
-    assert (found["verdict"], found["exact"]["num_across"]) == ("fail", 0)
-    [pair] = found["near"]["worst"]
+    report = json.loads(result.stdout)
+    assert (report["verdict"], report["exact"]["num_across"]) == ("fail", 0)
+    [pair] = report["near"]["worst"]
     assert (pair["train"]["index"], pair["val"]["index"]) == (6, 3)
     assert pair["val"]["text"].startswith("val3x0 val3x1")
     # Of 96 runs of five words, five hold the changed one.

@@ -97,8 +97,8 @@ def test_mistakes_are_one_line(whole: RunFolder, tiny_data: Path, tmp_path: Path
     before = {p.name: p.read_bytes() for p in whole.path.iterdir()}
     assert "--resume RUN" in refusal()
     assert "--data" in refusal("baseline+cpu")
-    given = refusal("demo", "--data", tiny_data, "--set", "train.seed=1", "--resume", whole.path)
-    assert "RECIPE, --data, --set" in given
+    message = refusal("demo", "--data", tiny_data, "--set", "train.seed=1", "--resume", whole.path)
+    assert "RECIPE, --data, --set" in message
     assert "underpar train" in refusal("--resume", tmp_path / "nowhere")
     assert {p.name: p.read_bytes() for p in whole.path.iterdir()} == before
 

@@ -100,10 +100,10 @@ def test_an_impossible_sequence_is_still_text(name: str, data: st.DataObject) ->
     tokens = data.draw(st.lists(st.one_of(operators, st.integers(0, tokenizer.vocab_size - 1))))
     text = write_all(TextWriter(tokenizer), tokens)
     letters = tokenizer.written(tokens).decode("utf-8", "replace").lower()
-    shown = text.lower()
+    lowered = text.lower()
     for operator in OPERATORS:
-        letters, shown = letters.replace(operator, ""), shown.replace(operator, "")
-    assert shown.replace(" ", "") == letters.replace(" ", "")
+        letters, lowered = letters.replace(operator, ""), lowered.replace(operator, "")
+    assert lowered.replace(" ", "") == letters.replace(" ", "")
 
 
 class Scripted:

@@ -140,15 +140,15 @@ def test_outputs_and_gradients_are_those_of_the_formula(model: GPT) -> None:
     fill(lora)
     exact = ByAutograd(lora)
     with lora.attached():
-        found = read(model, tokens)
-    grads = lora.layout.cut(lora.differentiate(found.mean()) * lora.root)
+        adapted = read(model, tokens)
+    grads = lora.layout.cut(lora.differentiate(adapted.mean()) * lora.root)
     model.hooks.adjust.append(exact.adjust)
     try:
         wanted = read(model, tokens)
     finally:
         model.hooks.adjust.clear()
     wanted.mean().backward()
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
+    torch.testing.assert_close(adapted, wanted, rtol=0, atol=1e-4)
     for place, pair in grads.items():
         for grad, leaf in zip(pair, exact.leaves[place], strict=True):
             assert leaf.grad is not None and leaf.grad.any()
@@ -316,8 +316,8 @@ def test_lanes_are_kept_in_the_order_given(model: GPT) -> None:
     with lora.attached(), torch.no_grad():
         left = read(model, tokens[kept])
     assert lora.lanes == [2, 0] and torch.equal(lora.steps, steps[kept])
-    for found in (some, left):
-        torch.testing.assert_close(found, whole[kept], rtol=0, atol=1e-5)
+    for adapters in (some, left):
+        torch.testing.assert_close(adapters, whole[kept], rtol=0, atol=1e-5)
     learn(model, lora, tokens[kept], [True, True])
     assert not torch.equal(lora.weights, before[kept])
 

@@ -1,6 +1,7 @@
 """The pass over priced documents: its steps by the book, its boundaries, and several ranks."""
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lever_stacks import CPU, randomized, stack_with
+from thread_ranks import Broken, Ranks
 from underpar.core.runtime import Runtime
 from underpar.data.batch import segments_from_starts
 from underpar.errors import RecipeError
@@ -115,7 +117,7 @@ def test_few_tokens_are_small_steps(least_steps: int) -> None:
     num_tokens = sum(len(document) + 1 for document in DOCUMENTS)
     chunk = num_tokens // least_steps
     few, asked = lever(chunk_tokens=10**6, least_steps=least_steps), lever(chunk_tokens=chunk)
-    steps = [own.train(fresh(), DOCUMENTS, CONTEXT, ALONE) for own in (few, asked)]
+    steps = [phases.train(fresh(), DOCUMENTS, CONTEXT, ALONE) for phases in (few, asked)]
     assert steps[0] == steps[1] and least_steps - 1 <= steps[0] <= least_steps + 1
 
 
@@ -134,7 +136,7 @@ def test_a_zero_rate_leaves_the_weights() -> None:
 
 
 @pytest.mark.parametrize("breaks", [False, True])
-def test_flags_and_gradients_are_as_before(breaks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_and_gradients_are_as_before(breaks: bool) -> None:
     model = fresh()
     model.embedding.weight.requires_grad_(True).grad = torch.ones_like(model.embedding.weight)
 
@@ -143,36 +145,29 @@ def test_flags_and_gradients_are_as_before(breaks: bool, monkeypatch: pytest.Mon
 
     before = about()
     if breaks:
-        monkeypatch.setattr("underpar.infer.sgd.sum_over_ranks", lambda grads, runtime: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            lever().train(model, DOCUMENTS, CONTEXT, ALONE)
+            lever().train(model, DOCUMENTS, CONTEXT, Runtime(CPU, 0, 2, transport=Broken()))
     else:
         lever().train(model, DOCUMENTS, CONTEXT, ALONE)
     assert about() == before
 
 
 @pytest.mark.parametrize("world", [2, 5])
-def test_ranks_add_up_to_one(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_add_up_to_one(world: int) -> None:
     """A chunk has two rows: of five ranks three have none, and reduce as often as the others."""
-    sent: list[list[Tensor]] = []
-
-    def keep(grads: list[Tensor], runtime: Runtime) -> None:
-        sent.append([grad.clone() for grad in grads])
-
-    monkeypatch.setattr("underpar.infer.sgd.sum_over_ranks", keep)
-    firsts = []
-    for runtime in (ALONE, *(Runtime(CPU, rank, world) for rank in range(world))):
-        sent.clear()
-        model = fresh()
-        lever().train(model, DOCUMENTS, CONTEXT, runtime)
-        assert [len(grads) for grads in sent] == 3 * [len(list(model.parameters()))]
-        firsts.append(sent[0])
-    whole, *shares = firsts
-    assert any(grad.any() for grad in whole)
-    for i, grad in enumerate(whole):
-        total = torch.stack([share[i] for share in shares]).sum(0)
-        torch.testing.assert_close(total, grad, rtol=1e-4, atol=2e-6)
-    assert sum(any(grad.any() for grad in share) for share in shares) == 2
+    alone, ranks = fresh(), Ranks(world)
+    lever().train(alone, DOCUMENTS, CONTEXT, ALONE)
+    models = [fresh() for _ in range(world)]
+    pairs = zip(models, ranks.runtimes, strict=True)
+    ranks.go([partial(lever().train, model, DOCUMENTS, CONTEXT, rank) for model, rank in pairs])
+    for model in models:
+        for name, weight in weights_after(alone).items():
+            torch.testing.assert_close(model.state_dict()[name], weight, rtol=1e-4, atol=2e-6)
+    # One message per step, which has all gradients.
+    num_weights = sum(p.numel() for p in alone.parameters())
+    sent = [transport.reduced for transport in ranks.transports]
+    assert [[len(grads) for grads in each] for each in sent] == world * [3 * [num_weights]]
+    assert sum(bool(first.any()) for first, *_ in sent) == 2
 
 
 @pytest.mark.parametrize(

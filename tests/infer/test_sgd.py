@@ -57,9 +57,9 @@ def test_steps_are_those_of_torch(
     parameters = adapter.parameters(ours)
     optimizer = torch.optim.SGD(theirs, lr=0.1, momentum=momentum)
     for step in range(num_steps):
-        for own, other in zip(parameters, theirs, strict=True):
-            own.grad = torch.randn(own.shape)
-            other.grad = own.grad.clone()
+        for mine, other in zip(parameters, theirs, strict=True):
+            mine.grad = torch.randn(mine.shape)
+            other.grad = mine.grad.clone()
         adapter.update(parameters)
         if clip:
             torch.nn.utils.clip_grad_norm_(theirs, clip)
@@ -68,28 +68,28 @@ def test_steps_are_those_of_torch(
         scale = (1 + np.cos(np.pi * step / (horizon - 1))) / 2 if falls else float(horizon == 0)
         optimizer.param_groups[0]["lr"] = 0.1 * scale
         optimizer.step()
-    for own, other in zip(parameters, theirs, strict=True):
-        torch.testing.assert_close(own, other)
+    for mine, other in zip(parameters, theirs, strict=True):
+        torch.testing.assert_close(mine, other)
 
 
 def test_a_clipped_step_is_as_long_as_the_clip() -> None:
     parameter = torch.zeros(100)
     adapter = SGD(Descent(lr=0.5, clip=2.0), ("w",))
-    (own,) = adapter.parameters({"w": parameter, "other": torch.zeros(2)})
-    own.grad = torch.full((100,), 7.0)
-    adapter.update([own])
+    (tensor,) = adapter.parameters({"w": parameter, "other": torch.zeros(2)})
+    tensor.grad = torch.full((100,), 7.0)
+    adapter.update([tensor])
     assert float(parameter.norm()) == pytest.approx(0.5 * 2.0, rel=1e-4)
 
 
 def test_the_rate_falls_by_chunk_not_by_step() -> None:
     parameter = torch.zeros(1)
     adapter = SGD(Descent(lr=1.0, momentum=0.0, clip=0.0, epochs=2, horizon_chunks=3), ("w",))
-    (own,) = adapter.parameters({"w": parameter})
+    (tensor,) = adapter.parameters({"w": parameter})
     steps = []
     for _ in range(8):
         before = float(parameter)
-        own.grad = -torch.ones(1)
-        adapter.update([own])
+        tensor.grad = -torch.ones(1)
+        adapter.update([tensor])
         steps.append(float(parameter) - before)
     assert steps == pytest.approx([1, 1, 0.5, 0.5, 0, 0, 0, 0])
 

@@ -47,12 +47,12 @@ GRIDS = ("embedding.weight grid1", "blocks.*.weight grid1+columns", "*.weight in
 
 
 def predictor_of(
-    own: Settings | None, *levers: str, dtype: torch.dtype = torch.float32
+    settings: Settings | None, *levers: str, dtype: torch.dtype = torch.float32
 ) -> Predictor:
     recipe = load_recipe("cpu", ["model.num_layers=2", *levers])
     predictor = Predictor(randomized(recipe), CPU, [], dtype)
-    if own is not None:
-        plug(own, recipe.model).attach(predictor.model)
+    if settings is not None:
+        plug(settings, recipe.model).attach(predictor.model)
     return predictor
 
 
@@ -61,7 +61,8 @@ def predictor_of(
 def test_identity_leaves_prices_bit_for_bit(levers: tuple[str, ...], dtype: torch.dtype) -> None:
     batch = batch_of([30, 40], 128)
     plain, same, other = (
-        predictor_of(own, *levers, dtype=dtype).log_probs(batch) for own in (None, NEUTRAL, ODD)
+        predictor_of(settings, *levers, dtype=dtype).log_probs(batch)
+        for settings in (None, NEUTRAL, ODD)
     )
     assert torch.equal(plain, same)
     assert not torch.allclose(plain, other, atol=1e-2)
@@ -130,9 +131,9 @@ def test_bad_numbers_are_refused_in_one_line(setting: str, words: str) -> None:
         Settings(scales=(1.0, math.nan, *NEUTRAL.scales[2:]))
 
 
-def artifact_of(own: Settings | None) -> Artifact:
+def artifact_of(settings: Settings | None) -> Artifact:
     """A tiny random model; all of its ids are of the first class."""
-    levers = [f"levers.{NAME}.scales={list(own.scales)}"] if own else []
+    levers = [f"levers.{NAME}.scales={list(settings.scales)}"] if settings else []
     recipe = load_recipe("cpu", [*MODEL, *levers, "score.adapt_tokens=20"])
     weights = randomized(load_recipe("cpu", MODEL)).state_dict()
     tensors = {
@@ -212,13 +213,13 @@ def packed(
 
 def test_packing_fits_the_numbers_into_the_artifact(packed: RunFolder, recipe: Recipe) -> None:
     artifact, _ = read_artifact(packed.artifact_file)
-    own = lever_settings(artifact.recipe)[NAME]
-    assert own != NEUTRAL
+    settings = lever_settings(artifact.recipe)[NAME]
+    assert settings != NEUTRAL
     # The artifact's recipe is the run's but for them.
     assert packed.read_recipe().levers[NAME]["scales"] == list(NEUTRAL.scales)
-    found = replace(artifact.recipe, levers={**artifact.recipe.levers, NAME: {}})
-    assert found == replace(packed.read_recipe(), levers=found.levers)
-    assert found.levers.keys() == recipe.levers.keys()
+    emptied = replace(artifact.recipe, levers={**artifact.recipe.levers, NAME: {}})
+    assert emptied == replace(packed.read_recipe(), levers=emptied.levers)
+    assert emptied.levers.keys() == recipe.levers.keys()
     about = read_quantized(packed.quantized_file)[1]
     before, after = about["fit_nats"][NAME]
     assert after < before and about["tune_seconds"] > 0

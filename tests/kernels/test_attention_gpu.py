@@ -89,7 +89,7 @@ def test_new_boundaries_compile_nothing_anew_on_a_gpu(window: int) -> None:
                 assert relative_error(a, b) < 8e-3
 
 
-@pytest.mark.parametrize("name", [name for name, own in BACKENDS.items() if own.recordable])
+@pytest.mark.parametrize("name", [name for name, backend in BACKENDS.items() if backend.recordable])
 def test_a_recording_follows_its_boundaries(name: str) -> None:
     answer = available(torch.device("cuda"), torch.bfloat16)[name]
     if answer != "yes":
@@ -98,7 +98,9 @@ def test_a_recording_follows_its_boundaries(name: str) -> None:
     first, second = (segments(seed).cu for seed in (0, 1))
     num = max(len(first), len(second))
     # Equal ones at the end are empty pieces.
-    cu, other = (torch.cat((own, own[-1:].expand(num - len(own)))) for own in (first, second))
+    cu, other = (
+        torch.cat((bounds, bounds[-1:].expand(num - len(bounds)))) for bounds in (first, second)
+    )
     before = attend(*tensors, cu, CONTEXT, 0, name)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

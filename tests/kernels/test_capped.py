@@ -51,10 +51,10 @@ def test_a_cap_may_be_a_weight(shape: tuple[int, ...], with_scale: bool, fused: 
     out = soft_cap(logits, cap, 2.0 / cap if with_scale else None, fused)
     expected = exact_cap * torch.tanh(exact / exact_cap)
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=8 * 40 * ULP)
-    found, wanted = gradients(out, logits, cap), gradients(expected, exact, exact_cap)
+    actual, wanted = gradients(out, logits, cap), gradients(expected, exact, exact_cap)
     assert float(wanted[1].abs().min()) > 1e-3
-    torch.testing.assert_close(found[0].double(), wanted[0], rtol=0, atol=16 * ULP)
-    torch.testing.assert_close(found[1].double(), wanted[1], rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(actual[0].double(), wanted[0], rtol=0, atol=16 * ULP)
+    torch.testing.assert_close(actual[1].double(), wanted[1], rtol=1e-5, atol=1e-4)
 
 
 def test_a_cap_of_fp32_leaves_bf16_behind() -> None:
@@ -101,6 +101,6 @@ def test_a_large_cap_falls_back_on_a_maximum() -> None:
     targets = torch.arange(len(logits))
     assert bool(logits.exp().isinf().any())
     expected = loss_and_gradient(F.cross_entropy(logits, targets), logits)
-    found = loss_and_gradient(capped_cross_entropy(logits, targets, 200.0, fused=True), logits)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
-    assert all(bool(tensor.isfinite().all()) for tensor in found)
+    actual = loss_and_gradient(capped_cross_entropy(logits, targets, 200.0, fused=True), logits)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(actual, expected, strict=True))
+    assert all(bool(tensor.isfinite().all()) for tensor in actual)

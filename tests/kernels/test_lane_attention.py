@@ -93,8 +93,8 @@ def attend_one_by_one(step: Step, window: int) -> tuple[Tensor, Tensor]:
     pairs = zip(step.place.starts.tolist(), step.place.counts.tolist(), strict=True)
     for lane, (start, count) in enumerate(pairs):
         whole = [
-            torch.cat((kept[lane, :start], own[lane, :count])).repeat_interleave(group, dim=1)
-            for kept, own in zip(step.cache, (k, v), strict=True)
+            torch.cat((kept[lane, :start], new[lane, :count])).repeat_interleave(group, dim=1)
+            for kept, new in zip(step.cache, (k, v), strict=True)
         ]
         for token in range(count):
             end = start + token + 1
@@ -137,9 +137,9 @@ def check_reference(case: Case) -> None:
     out = attend(step, case.window)
     assert out.isfinite().all()
     torch.testing.assert_close(out[step.real], wanted[step.real], rtol=0, atol=1e-12)
-    for found, expected in zip(gradients(step, out), exact, strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-        assert not found[~step.real].any()
+    for actual, expected in zip(gradients(step, out), exact, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+        assert not actual[~step.real].any()
 
 
 @STEPS
@@ -159,9 +159,9 @@ def test_padding_changes_nothing(case: Case) -> None:
     with torch.no_grad():
         for tensor in other.leaves:
             tensor[~other.real] = 77.0
-    found, wanted = (attend(step, case.window) for step in (other, one))
-    assert torch.equal(found[one.real], wanted[one.real])
-    for a, b in zip(gradients(other, found), gradients(one, wanted), strict=True):
+    actual, wanted = (attend(step, case.window) for step in (other, one))
+    assert torch.equal(actual[one.real], wanted[one.real])
+    for a, b in zip(gradients(other, actual), gradients(one, wanted), strict=True):
         assert torch.equal(a, b)
 
 
@@ -170,8 +170,8 @@ def test_the_cache_has_the_step_behind_what_it_kept(case: Case) -> None:
     step = draw(case)
     before = step.cache.clone()
     first = attend(step, case.window)
-    for kept, own, old in zip(step.cache, (step.k, step.v), before, strict=True):
-        rows = own.unflatten(0, (len(case.starts), -1))
+    for kept, new, old in zip(step.cache, (step.k, step.v), before, strict=True):
+        rows = new.unflatten(0, (len(case.starts), -1))
         for lane, (start, count) in enumerate(zip(case.starts, case.counts, strict=True)):
             assert torch.equal(kept[lane, :start], old[lane, :start])
             assert torch.equal(kept[lane, start : start + count], rows[lane, :count])
@@ -190,8 +190,8 @@ def test_gradients_stop_at_what_is_kept() -> None:
     cache = torch.zeros(2, 2, 13, 2, 16)
     attend_lanes(*first.leaves, cache, first.place)
     out = attend_lanes(*second.leaves, cache, second.place)
-    found = torch.autograd.grad(out, first.leaves + second.leaves, second.grad, allow_unused=True)
-    assert found[:3] == (None, None, None) and all(g is not None and g.any() for g in found[3:])
+    grads = torch.autograd.grad(out, first.leaves + second.leaves, second.grad, allow_unused=True)
+    assert grads[:3] == (None, None, None) and all(g is not None and g.any() for g in grads[3:])
 
 
 def test_strided_inputs_and_an_expanded_gradient() -> None:
@@ -217,9 +217,9 @@ def test_autocast_does_not_reach_into_the_operator() -> None:
     exact = gradients(step, wanted)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = attend(step, 0)
-        found = gradients(step, out)
+        grads = gradients(step, out)
     assert torch.equal(out, wanted)
-    assert all(map(torch.equal, found, exact))
+    assert all(map(torch.equal, grads, exact))
 
 
 def test_a_step_is_learnt_from_before_the_next_is_read() -> None:
@@ -232,13 +232,13 @@ def test_a_step_is_learnt_from_before_the_next_is_read() -> None:
 
 def test_the_operator_is_well_registered() -> None:
     step = draw(Case(5, (0, 17), (5, 2)))
-    own = (step.cache, list(step.place), 7)
+    rest = (step.cache, list(step.place), 7)
     forward = torch.ops.underpar.attend_lanes
     # The write to the cache is not declared: only a repeated one is as if there were none.
-    saved = [t.detach() for t in (step.q, *forward(*step.leaves, *own))]
-    torch.library.opcheck(forward.default, (*step.leaves, *own))
+    saved = [t.detach() for t in (step.q, *forward(*step.leaves, *rest))]
+    torch.library.opcheck(forward.default, (*step.leaves, *rest))
     backward = torch.ops.underpar.attend_lanes_backward.default
-    torch.library.opcheck(backward, (step.grad, saved, *own))
+    torch.library.opcheck(backward, (step.grad, saved, *rest))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -249,9 +249,9 @@ def test_shapes_are_known_without_numbers(dtype: torch.dtype) -> None:
         cache = torch.empty(2, 3, 40, 2, 16, dtype=dtype)
         place = Place(*(torch.zeros(3, dtype=torch.long) for _ in range(2)))
         out = attend_lanes(q, k, v, cache, place, 5)
-        found = torch.autograd.grad(out.sum(), (q, k, v))
+        grads = torch.autograd.grad(out.sum(), (q, k, v))
     assert (out.shape, out.dtype) == (q.shape, dtype)
-    assert [(g.shape, g.dtype) for g in found] == [(t.shape, dtype) for t in (q, k, v)]
+    assert [(g.shape, g.dtype) for g in grads] == [(t.shape, dtype) for t in (q, k, v)]
 
 
 def run_tiles(arrays: Sequence[np.ndarray], window: int) -> list[np.ndarray]:
@@ -261,8 +261,8 @@ def run_tiles(arrays: Sequence[np.ndarray], window: int) -> list[np.ndarray]:
     q, cache, starts, counts, grad = map(torch.from_numpy, arrays)
     place = Place(starts, counts)
     out, lse = tiles.forward(q, cache, place, window)
-    found = tiles.backward(grad, [q, out, lse], cache, place, window)
-    return [t.numpy() for t in (out, lse, *found)]
+    grads = tiles.backward(grad, [q, out, lse], cache, place, window)
+    return [t.numpy() for t in (out, lse, *grads)]
 
 
 @pytest.fixture(scope="module")
@@ -280,14 +280,14 @@ def check_tiles(run: Tiles, case: Case) -> None:
     wanted = attend(step, case.window)
     exact = gradients(step, wanted)
     arrays = [t.detach().numpy() for t in (step.q, step.cache, *step.place, step.grad)]
-    out, lse, *found = map(torch.from_numpy, run(arrays, case.window))
+    out, lse, *grads = map(torch.from_numpy, run(arrays, case.window))
     assert out.isfinite().all() and lse.isfinite().all()
     real = step.real
     torch.testing.assert_close(out[real], wanted[real], rtol=0, atol=1e-5)
     with torch.no_grad():
         sums = attend_one_by_one(step, case.window)[1]
     torch.testing.assert_close(lse[real], sums[real], rtol=0, atol=1e-5)
-    for ours, theirs in zip(found, exact, strict=True):
+    for ours, theirs in zip(grads, exact, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
         assert not ours[~real].any()
 
@@ -313,8 +313,8 @@ def test_tiles_do_not_read_what_is_not_there(interpreted: Tiles) -> None:
     for lane, (start, count) in enumerate(zip(case.starts, case.counts, strict=True)):
         step.cache[:, lane, start + count :] = torch.nan
     tensors = (step.q, step.cache, *step.place, step.grad)
-    found = interpreted([t.detach().numpy() for t in tensors], 0)
-    assert all(np.isfinite(array).all() for array in found)
+    outputs = interpreted([t.detach().numpy() for t in tensors], 0)
+    assert all(np.isfinite(array).all() for array in outputs)
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
@@ -339,12 +339,12 @@ def test_a_gpu_computes_real_sizes_as_the_reference_does(
     real = (torch.arange(width, device=device) < counts[:, None]).flatten()
     grad = torch.randn_like(leaves[0]) * real[:, None, None]
     out = attend_lanes(*leaves, cache, place, window)
-    found = torch.autograd.grad(out, leaves, grad)
+    grads = torch.autograd.grad(out, leaves, grad)
     # The cache has the step by now.
     exact, q = cache.double(), leaves[0].detach().double()
     wanted = reference.forward(q, exact, place, window)[0]
     expected = reference.backward(grad.double(), [q], exact, place, window)
     assert relative_error(out[real], wanted[real]) < tolerances[0]
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(grads, expected, strict=True):
         assert relative_error(ours, theirs) < tolerances[1]
         assert not ours[~real].any()

@@ -133,8 +133,8 @@ def test_every_lever_of_the_model_is_left_out_once() -> None:
 
 
 def test_tokens_are_the_only_budget() -> None:
-    given = ("train.budget_seconds=90", "train.reserve_seconds=5", "train.budget_flops=1e9")
-    for job in plan_of(*given).jobs:
+    overrides = ("train.budget_seconds=90", "train.reserve_seconds=5", "train.budget_flops=1e9")
+    for job in plan_of(*overrides).jobs:
         part = recipe_of(job).train
         assert (part.budget_tokens, part.budget_steps) == (TOKENS, 0)
         assert part.budget_seconds == part.reserve_seconds == part.budget_flops == 0
@@ -282,9 +282,9 @@ def test_a_stopped_ablation_ends_its_runs(tmp_path: Path) -> None:
 
 def test_differences_are_held_against_the_spread_of_the_seeds() -> None:
     plan = plan_of(*LOOPS)
-    found = BPB | {"without-smear": 2.03, "without-softcap": 1.99}
-    found |= {"without-loop": 2.01, "without-recur_ab": 1.99}
-    result = summarize(plan, found)
+    measured = BPB | {"without-smear": 2.03, "without-softcap": 1.99}
+    measured |= {"without-loop": 2.01, "without-recur_ab": 1.99}
+    result = summarize(plan, measured)
     seeds = [2.0, 2.004, 1.996]
     assert result["baseline"] == {"bpb": seeds, "mean": fmean(seeds), "sd": stdev(seeds)}
     assert (result["seeds"], result["tokens"]) == ([1337, 1338, 1339], TOKENS)
@@ -307,10 +307,10 @@ def test_differences_are_held_against_the_spread_of_the_seeds() -> None:
 
 def test_nothing_is_said_without_all_seeds_or_a_rows_baseline() -> None:
     plan = plan_of(*LOOPS)
-    found = BPB | {row.run: 2.0 for row in plan.rows}
+    measured = BPB | {row.run: 2.0 for row in plan.rows}
     with pytest.raises(BenchError, match="missing: seed-1338"):
-        summarize(plan, {name: v for name, v in found.items() if name != "seed-1338"})
-    without = summarize(plan, {name: v for name, v in found.items() if name != "loops-on"})
+        summarize(plan, {name: v for name, v in measured.items() if name != "seed-1338"})
+    without = summarize(plan, {name: v for name, v in measured.items() if name != "loops-on"})
     assert [row["lever"] for row in without["levers"]] == ["smear", "softcap"]
 
 
@@ -338,9 +338,9 @@ def invoke(device: Device, data: Path, monkeypatch: pytest.MonkeyPatch, *words: 
 def test_the_command_leaves_json_and_a_table(
     tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = invoke(Device(tmp_path, BPB), tiny_data, monkeypatch, "--seeds", "3")
-    assert found.exit_code == 0, found.output
-    assert "8 of 8, " in found.stderr and "seed-1338: 2.0040 bits per byte" in found.stderr
+    invoked = invoke(Device(tmp_path, BPB), tiny_data, monkeypatch, "--seeds", "3")
+    assert invoked.exit_code == 0, invoked.output
+    assert "8 of 8, " in invoked.stderr and "seed-1338: 2.0040 bits per byte" in invoked.stderr
     result = json.loads((tmp_path / "ablation.json").read_text())
     assert result["data_identity"] == "d" and len(result["levers"]) == 4
     assert "| loop (and recur_ab, loops on) | 2.0100 | +30.00 |" in (
@@ -355,11 +355,11 @@ def test_the_command_names_what_failed(
     tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = Device(tmp_path, BPB, {"without-smear": 1})
-    found = invoke(device, tiny_data, monkeypatch, "--seeds", "3", "--json")
-    assert found.exit_code == 2
-    assert "without-smear failed, exit code 1:" in found.stderr.replace("\n", " ")
-    assert "line 29 of without-smear" in found.stderr
-    levers = [row["lever"] for row in json.loads(found.stdout)["levers"]]
+    invoked = invoke(device, tiny_data, monkeypatch, "--seeds", "3", "--json")
+    assert invoked.exit_code == 2
+    assert "without-smear failed, exit code 1:" in invoked.stderr.replace("\n", " ")
+    assert "line 29 of without-smear" in invoked.stderr
+    levers = [row["lever"] for row in json.loads(invoked.stdout)["levers"]]
     assert levers == ["loop", "recur_ab", "softcap"]
 
 

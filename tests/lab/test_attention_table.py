@@ -34,6 +34,6 @@ def test_each_backend_has_a_row_per_shape(runtime: Runtime) -> None:
 
 def test_the_command_names_backends_and_rows() -> None:
     words = ["lab", "attention-table", "--device", "cpu", "--json"]
-    found = json.loads(CliRunner().invoke(app, words).stdout)
-    assert found["backends"]["reference"] == "yes"
-    assert {row["backend"] for row in found["rows"]} >= {"reference", "sdpa"}
+    table = json.loads(CliRunner().invoke(app, words).stdout)
+    assert table["backends"]["reference"] == "yes"
+    assert {row["backend"] for row in table["rows"]} >= {"reference", "sdpa"}

@@ -8,12 +8,13 @@ from statistics import fmean
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from underpar.build.levers import resolve_levers
 from underpar.cli import app
 from underpar.core.run_folder import RunFolder
-from underpar.errors import BenchError, RunError
+from underpar.errors import BenchError, RunError, UnderparError
 from underpar.lab.parity import VARIANTS, Request, judge, make_job, mean_last_loss, run_parity
 from underpar.lab.runs import Job, train_words
 from underpar.recipe import Recipe, load_recipe
@@ -48,10 +49,10 @@ SMALL = ("model.num_layers=1", "train.contexts=[32, 64]", "train.validate_every_
     ],
 )
 def test_the_verdict(ours: float, rounding: float, verdict: str) -> None:
-    found = judge(3.0 + ours, 3.0, 3.0 - rounding)
-    assert found["verdict"] == verdict
+    verdicts = judge(3.0 + ours, 3.0, 3.0 - rounding)
+    assert verdicts["verdict"] == verdict
     expected = pytest.approx((ours, rounding), abs=1e-12, nan_ok=True)
-    assert (found["fast_minus_plain_nats"], found["plain_minus_split_nats"]) == expected
+    assert (verdicts["fast_minus_plain_nats"], verdicts["plain_minus_split_nats"]) == expected
 
 
 def test_losses_on_the_edge_pass() -> None:
@@ -91,9 +92,17 @@ def words_of(data: Path, out: Path, *more: str) -> list[str]:
 def test_requests_that_measure_nothing_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match="3 steps"):
         replace(request_of(tmp_path, tmp_path), num_steps=3)
-    found = CliRunner().invoke(app, [*words_of(tmp_path, tmp_path), "--batch-tokens", "1022"])
-    assert str(found.exception) == "1022 tokens a step: expected a multiple of 4"
+    refused = CliRunner().invoke(app, [*words_of(tmp_path, tmp_path), "--batch-tokens", "1022"])
+    assert str(refused.exception) == "1022 tokens per step: expected a multiple of 4"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_device_that_is_not_there_is_refused_first(tmp_path: Path) -> None:
+    missing = "mps" if torch.cuda.is_available() else "cuda"
+    out = tmp_path / "out"
+    with pytest.raises(UnderparError, match=f"device '{missing}' is not available here"):
+        run_parity(replace(request_of(tmp_path, out), device=missing))
+    assert not out.exists()
 
 
 def test_runs_differ_in_speed_alone(tmp_path: Path) -> None:
@@ -211,6 +220,6 @@ def test_three_runs_are_made_compared_and_not_repeated(tiny_data: Path, tmp_path
     assert json.loads((tmp_path / "parity.json").read_text()) == result
     assert device.started == []
     # The command finds all runs finished.
-    found = CliRunner().invoke(app, words_of(tiny_data, tmp_path))
-    assert json.loads(found.stdout) == result
-    assert found.exit_code == {"pass": 0, "fail": 1}[result["verdict"]]
+    invoked = CliRunner().invoke(app, words_of(tiny_data, tmp_path))
+    assert json.loads(invoked.stdout) == result
+    assert invoked.exit_code == {"pass": 0, "fail": 1}[result["verdict"]]

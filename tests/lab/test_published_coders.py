@@ -39,8 +39,8 @@ from underpar.quant.schemes import QuantizedTensor, Scheme, parse_scheme
 CPU = torch.device("cpu")
 NAMES = [
     "embedding.weight",
-    *(f"blocks.{i}.attn.{own}.weight" for own in "qkvo" for i in (0, 2, 10)),
-    *(f"blocks.{i}.mlp.{own}.weight" for own in ("up", "down") for i in (0, 2, 10)),
+    *(f"blocks.{i}.attn.{letter}.weight" for letter in "qkvo" for i in (0, 2, 10)),
+    *(f"blocks.{i}.mlp.{letter}.weight" for letter in ("up", "down") for i in (0, 2, 10)),
     "levers.bigram.table",
 ]
 XZ = "import lzma, sys\ndata = {read}\npacked = lzma.compress(data, preset=6)\n{write}\n"
@@ -88,10 +88,10 @@ def test_a_layout_can_be_undone(seed: int, names: set[str], is_sorted: bool) -> 
     codes = {n: draw(seed + i, *rng.integers(1, 9, 2)) for i, n in enumerate(sorted(names))}
     orders = {n: rng.permutation(len(c)) for n, c in codes.items()} if is_sorted else {}
     streams = lay_out(codes, orders)
-    found = restore(streams, orders, {name: c.shape for name, c in codes.items()})
-    assert found.keys() == codes.keys()
-    for name, own in codes.items():
-        np.testing.assert_array_equal(found[name], own)
+    restored = restore(streams, orders, {name: c.shape for name, c in codes.items()})
+    assert restored.keys() == codes.keys()
+    for name, original in codes.items():
+        np.testing.assert_array_equal(restored[name], original)
 
 
 def test_streams_run_down_columns_in_layer_order() -> None:
@@ -103,10 +103,10 @@ def test_streams_run_down_columns_in_layer_order() -> None:
 
 
 def test_groups() -> None:
-    found = {name: group_of(name) for name in NAMES}
-    assert set(found.values()) == set(GROUPS)
-    assert found["blocks.10.mlp.down.weight"] == "down"
-    assert found["levers.bigram.table"] == "other"
+    groups = {name: group_of(name) for name in NAMES}
+    assert set(groups.values()) == set(GROUPS)
+    assert groups["blocks.10.mlp.down.weight"] == "down"
+    assert groups["levers.bigram.table"] == "other"
 
 
 def make_model() -> dict[str, QuantizedTensor]:
@@ -144,30 +144,32 @@ def test_groups_are_compressed_with_and_without_sort(tmp_path: Path) -> None:
     codes["embedding.weight"] = draw(3, 4, 32)[np.random.default_rng(0).integers(0, 4, 64)]
     program = Compressor("xz", (str(write_filter(tmp_path / "pack")),))
     with ThreadPoolExecutor(2) as pool:
-        found = per_group_bytes(codes, program, pool, CPU)
+        counted = per_group_bytes(codes, program, pool, CPU)
     expected = sum(len(lzma.compress(c.T.tobytes(), preset=6)) for c in codes.values())
-    assert found.unsorted_bytes == expected
+    assert counted.unsorted_bytes == expected
     turned = {n: c if n.endswith("down.weight") else c[sort_slowly(c)] for n, c in codes.items()}
     expected = sum(len(lzma.compress(c.T.tobytes(), preset=6)) for c in turned.values())
-    assert found.sorted_bytes == expected
+    assert counted.sorted_bytes == expected
     # Two sorted matrices of 64 rows: six bits a row at least.
-    assert found.permutation_bytes > 2 * 64 * 6 / 8
+    assert counted.permutation_bytes > 2 * 64 * 6 / 8
 
 
 @pytest.mark.parametrize(("permutations", "pays"), [(19, True), (20, False), (21, False)])
 def test_the_smaller_variant_counts(permutations: int, pays: bool) -> None:
-    found = GroupBytes(100, 80, permutations)
-    assert found.sort_pays is pays
+    counted = GroupBytes(100, 80, permutations)
+    assert counted.sort_pays is pays
     symbols = {"symbols": 80, "permutations": permutations} if pays else {"symbols": 100}
-    assert found.parts() == symbols
+    assert counted.parts() == symbols
 
 
 def with_correction(model: Mapping[str, QuantizedTensor]) -> dict[str, QuantizedTensor]:
     left = Factor(draw(0, 64, 4, 1.0), np.zeros(1, dtype=np.int16), 256)
     right = Factor(draw(1, 4, 32, 3.0), np.zeros(2, dtype=np.int16), 64)
     old = model["embedding.weight"]
-    own = QuantizedTensor(old.shape, old.scheme, old.steps, old.codes, None, LowRank(left, right))
-    return {**model, "embedding.weight": own}
+    corrected = QuantizedTensor(
+        old.shape, old.scheme, old.steps, old.codes, None, LowRank(left, right)
+    )
+    return {**model, "embedding.weight": corrected}
 
 
 def test_side_bytes_by_part() -> None:

@@ -150,11 +150,11 @@ def test_a_stopped_run_continues(results: Path, request_of: Request) -> None:
     path = request_of.out / "quant_curves.json"
     path.write_text(json.dumps({**record, "points": kept}))
     progress = Watcher()
-    found = measure(request_of, progress, SOME)
+    measured = measure(request_of, progress, SOME)
     [task] = progress.tasks
     rounded = [remark for _, remark in task.updates if remark.startswith("rounding")]
     assert rounded == [f"rounding ({name}) x {factor:g}" for name, factor in missing]
-    assert len(found["points"]) == len(record["points"])
+    assert len(measured["points"]) == len(record["points"])
     before = read_points(results)
     for key, row in read_points(request_of.out).items():
         assert (row["parts"], row["bpb"]) == (before[key]["parts"], before[key]["bpb"])
@@ -206,8 +206,8 @@ def test_the_command_prints_the_table(results: Path, request_of: Request) -> Non
     words = ["lab", "quant-curves", str(request_of.run), "--data", str(request_of.data)]
     words += ["--out", str(request_of.out), "--sizes", "2", "--documents", str(DOCUMENTS)]
     words += ["--tune-steps", str(TUNE), "--device", "cpu"]
-    found = CliRunner().invoke(app, words, catch_exceptions=False)
-    assert found.stdout.strip() == (request_of.out / "quant_curves.md").read_text().strip()
+    invoked = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert invoked.stdout.strip() == (request_of.out / "quant_curves.md").read_text().strip()
     assert json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)["documents"] == DOCUMENTS
 
 

@@ -43,16 +43,16 @@ def test_curves_of_one_slope(bytes_ratio: float, gap_ratio: float) -> None:
     # A curve that is the base moved to the left, or down, says so at every point it reaches.
     wide = list(range(400_000, 1_200_001, 100_000))
     shifted = make_curve("a", wide, 2e5, 0.008 * gap_ratio)
-    found = compare(shifted, BASE)
-    assert [c.factor for c in found] == [1.0, 2.0, 3.0]
-    assert [c.gap_ratio for c in found] == pytest.approx([gap_ratio] * 3)
+    rows = compare(shifted, BASE)
+    assert [c.factor for c in rows] == [1.0, 2.0, 3.0]
+    assert [c.gap_ratio for c in rows] == pytest.approx([gap_ratio] * 3)
     moved = [replace(p, parts={"symbols": round(p.total_bytes * bytes_ratio)}) for p in BASE]
     assert [c.bytes_ratio for c in compare(moved, BASE)] == pytest.approx([bytes_ratio] * 3, 1e-5)
 
 
 def test_a_curve_against_itself() -> None:
-    for found in compare(BASE, BASE):
-        assert (found.bytes_ratio, found.gap_ratio) == pytest.approx((1.0, 1.0))
+    for row in compare(BASE, BASE):
+        assert (row.bytes_ratio, row.gap_ratio) == pytest.approx((1.0, 1.0))
 
 
 def test_between_points_the_logarithm_is_straight() -> None:
@@ -63,10 +63,10 @@ def test_between_points_the_logarithm_is_straight() -> None:
 
 def test_nothing_is_extrapolated() -> None:
     small = make_curve("a", [700_000, 800_000], 2e5, 0.004)
-    found = compare(small, BASE)
+    rows = compare(small, BASE)
     # At 800 kB its gap is that of the base at 1 MB; nothing of the base is as small.
-    assert [c.bytes_ratio for c in found] == [pytest.approx(700 / 900), pytest.approx(0.8), None]
-    assert [c.gap_ratio for c in found] == [None, None, None]
+    assert [c.bytes_ratio for c in rows] == [pytest.approx(700 / 900), pytest.approx(0.8), None]
+    assert [c.gap_ratio for c in rows] == [None, None, None]
     assert interpolate(1.0, [], []) is None
 
 
@@ -94,9 +94,9 @@ def test_points_survive_json() -> None:
 
 def test_points_by_curve_and_size() -> None:
     other = make_curve("a", [5000], 2e5, 0.008)
-    found = group_points([*BASE[::-1], *other])
-    assert list(found) == ["a", "b"]
-    assert found["b"] == BASE
+    groups = group_points([*BASE[::-1], *other])
+    assert list(groups) == ["a", "b"]
+    assert groups["b"] == BASE
 
 
 def test_the_table() -> None:

@@ -104,15 +104,15 @@ def test_verdicts_may_be_left_to_another_run(tiny_run: TinyRun, tmp_path: Path) 
     words = ["lab", "scoring-table", str(tiny_run.folder.artifact_file), "--documents", "3"]
     words += ["--data", str(tiny_run.data), "--out", str(tmp_path), "--device", "cpu"]
     words += ["--rows", str(PLAIN), str(PUBLISHED)]
-    found = CliRunner().invoke(app, [*words, "--no-probes"], catch_exceptions=False)
-    assert found.stdout.strip() == (tmp_path / "scoring.md").read_text().strip()
+    invoked = CliRunner().invoke(app, [*words, "--no-probes"], catch_exceptions=False)
+    assert invoked.stdout.strip() == (tmp_path / "scoring.md").read_text().strip()
     left = rows_of(tmp_path)
     assert [row["title"] for row in left] == [ROWS[i].title for i in (PLAIN, PUBLISHED)]
     assert [verdict(row) for row in left] == ["not probed"] * 2
-    assert "not probed" in found.stdout
+    assert "not probed" in invoked.stdout
     # The other run only probes.
-    found = CliRunner().invoke(app, [*words, "--json"], catch_exceptions=False)
-    probed = json.loads(found.stdout)["rows"]
+    invoked = CliRunner().invoke(app, [*words, "--json"], catch_exceptions=False)
+    probed = json.loads(invoked.stdout)["rows"]
     assert probed == rows_of(tmp_path)
     assert [verdict(row) for row in probed] == ["passes", "fails: knows lengths"]
     assert [row["seconds"] for row in probed] == [row["seconds"] for row in left]
@@ -146,7 +146,7 @@ def test_an_unknown_row_is_refused(tiny_run: TinyRun, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "words"),
+    ("counts", "words"),
     [
         ({}, "passes"),
         ({"later_lengths": 1}, "fails: knows lengths"),
@@ -154,5 +154,5 @@ def test_an_unknown_row_is_refused(tiny_run: TinyRun, tmp_path: Path) -> None:
         ({"wrong_events": 1}, "fails: sees tokens"),
     ],
 )
-def test_the_worst_finding_is_the_verdict(found: dict[str, int], words: str) -> None:
-    assert verdict({"later_tokens": 0, "later_lengths": 0, "wrong_events": 0} | found) == words
+def test_the_worst_finding_is_the_verdict(counts: dict[str, int], words: str) -> None:
+    assert verdict({"later_tokens": 0, "later_lengths": 0, "wrong_events": 0} | counts) == words

@@ -179,5 +179,5 @@ def test_the_command_names_its_files(seeds: list[RunFolder], tmp_path: Path) -> 
     out = tmp_path / "out.md"
     words = ["lab", "seeds", str(out), str(seeds[0].path)]
     assert CliRunner().invoke(app, words).stdout.split() == [str(out), str(tmp_path / "out.svg")]
-    found = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)
-    assert found == {"section": str(out), "chart": str(tmp_path / "out.svg")}
+    page = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)
+    assert page == {"section": str(out), "chart": str(tmp_path / "out.svg")}

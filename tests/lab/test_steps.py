@@ -30,8 +30,8 @@ def runtime(compiled: bool) -> Runtime:
 def test_steps_are_taken_at_both_ends_of_training(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiled, "_inductor", lambda graph, examples: graph)
-    found = []
+    monkeypatch.setattr(compiled, "inductor", lambda graph, examples: graph)
+    speeds = []
     for is_compiled in (False, True):
         progress = Watcher()
         steps = measure_steps(
@@ -44,8 +44,8 @@ def test_steps_are_taken_at_both_ends_of_training(
         [task] = progress.tasks
         shares = [completed / task.total for completed, _ in task.updates]
         assert shares == sorted(shares) and shares[0] > 0 and shares[-1] < 1
-        found.append(steps)
-    plain, fast = found
+        speeds.append(steps)
+    plain, fast = speeds
     assert (plain.num_graphs, fast.num_graphs) == (0, 5)
     assert fast.losses == pytest.approx(plain.losses, abs=1e-4)
 
@@ -65,7 +65,7 @@ def test_what_compiles_after_the_warm_up_is_an_error(
         def task(self, name: str, total: float) -> Iterator[Any]:
             yield self
 
-    monkeypatch.setattr(compiled, "_inductor", lambda graph, examples: graph)
+    monkeypatch.setattr(compiled, "inductor", lambda graph, examples: graph)
     with pytest.raises(BenchError, match="after the warm-up"):
         measure_steps(model, recipe.train, runtime(True), 4, ChangeConstant())
     with pytest.raises(BenchError, match="1 steps"):

@@ -76,9 +76,9 @@ def check_parity(
     documents = make_documents(lengths, seed)
     rng = np.random.default_rng(seed)
     with torch.no_grad():
-        found = Lanes(model, documents).read_all(lambda: int(rng.integers(largest + 1)))
+        chunked = Lanes(model, documents).read_all(lambda: int(rng.integers(largest + 1)))
         wanted = read_packed(model, documents)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=tolerance)
+    torch.testing.assert_close(chunked, wanted, rtol=0, atol=tolerance)
 
 
 @pytest.fixture(scope="module", params=PUBLISHED)
@@ -121,9 +121,9 @@ def test_a_lane_takes_up_another_document(model: GPT) -> None:
         lanes.documents[0], lanes.read[0] = second, 0
         lanes.read_all(lambda: 25)
         wanted = read_packed(model, [first, second, beside])
-    found = [torch.cat(parts) for parts in lanes.hidden]
-    torch.testing.assert_close(found[0], torch.cat(wanted[:2]), rtol=0, atol=TOLERANCE)
-    torch.testing.assert_close(found[1], wanted[2], rtol=0, atol=TOLERANCE)
+    chunked = [torch.cat(parts) for parts in lanes.hidden]
+    torch.testing.assert_close(chunked[0], torch.cat(wanted[:2]), rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(chunked[1], wanted[2], rtol=0, atol=TOLERANCE)
 
 
 def test_some_lanes_go_on_in_another_order(model: GPT) -> None:
@@ -136,9 +136,9 @@ def test_some_lanes_go_on_in_another_order(model: GPT) -> None:
         lanes.cache.keep(torch.tensor(kept))
         for name in ("documents", "read", "hidden"):
             setattr(lanes, name, [getattr(lanes, name)[lane] for lane in kept])
-        found = lanes.read_all(lambda: 33)
+        chunked = lanes.read_all(lambda: 33)
         wanted = read_packed(model, [documents[lane] for lane in kept])
-    torch.testing.assert_close(found, wanted, rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(chunked, wanted, rtol=0, atol=TOLERANCE)
 
 
 def test_a_full_lane_reads_its_end_again(model: GPT) -> None:
@@ -158,12 +158,12 @@ def test_a_full_lane_reads_its_end_again(model: GPT) -> None:
         lanes.read[0] = context // 2
         lanes.documents[0] = half
         lanes.hidden[0].clear()
-        found = lanes.read_all(lambda: 20)
+        chunked = lanes.read_all(lambda: 20)
         # A window has no token before its first.
         [window] = Lanes(model, [half]).read_all(lambda: len(half))
         [beside] = read_packed(model, [short])
-    torch.testing.assert_close(found[0], window[context // 2 :], rtol=0, atol=TOLERANCE)
-    torch.testing.assert_close(found[1], beside, rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(chunked[0], window[context // 2 :], rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(chunked[1], beside, rtol=0, atol=TOLERANCE)
 
 
 def test_lanes_that_rest_stay_as_they_are(model: GPT) -> None:
@@ -177,8 +177,8 @@ def test_lanes_that_rest_stay_as_they_are(model: GPT) -> None:
             lanes.cache.commit()
         wanted = read_packed(model, documents)
     assert lanes.cache.lengths.tolist() == [context, context]
-    found = [torch.cat(parts) for parts in lanes.hidden]
-    torch.testing.assert_close(found, wanted, rtol=0, atol=TOLERANCE)
+    chunked = [torch.cat(parts) for parts in lanes.hidden]
+    torch.testing.assert_close(chunked, wanted, rtol=0, atol=TOLERANCE)
 
 
 def test_padding_and_other_lanes_change_nothing(model: GPT) -> None:
@@ -243,8 +243,8 @@ def test_gradients_stay_within_the_chunk(window: int) -> None:
     cache.attend(3, *(padded(part, [0, 0], before) for part in range(3)), window)
     cache.commit()
     cache.begin(torch.tensor(now), 45, 70)
-    own = [padded(part, before, now).requires_grad_() for part in range(3)]
-    y = cache.attend(3, *own, window).unflatten(0, (2, 45))
+    parts = [padded(part, before, now).requires_grad_() for part in range(3)]
+    y = cache.attend(3, *parts, window).unflatten(0, (2, 45))
     weights = [torch.randn(n, 4, 8) for n in now]
     sum((y[lane, :n] * weights[lane]).sum() for lane, n in enumerate(now)).backward()
     for lane, (tokens, first, count) in enumerate(zip(tensors, before, now, strict=True)):
@@ -253,8 +253,8 @@ def test_gradients_stay_within_the_chunk(window: int) -> None:
         wanted = attend(*whole, cu, len(tokens[0]), window, backend="reference")[first:]
         torch.testing.assert_close(y[lane, :count], wanted, rtol=0, atol=1e-5)
         (wanted * weights[lane]).sum().backward()
-        for found, exact in zip(own, whole, strict=True):
-            grad = found.grad.unflatten(0, (2, 45))[lane]
+        for leaf, exact in zip(parts, whole, strict=True):
+            grad = leaf.grad.unflatten(0, (2, 45))[lane]
             torch.testing.assert_close(grad[:count], exact.grad[first:], rtol=0, atol=1e-5)
             assert not grad[count:].any()
 
@@ -277,11 +277,11 @@ def test_a_chunk_of_the_whole_document_learns_as_a_pack(model: GPT) -> None:
 def test_halves_are_kept_in_half_precision(model: GPT) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
         lanes = Lanes(model, make_documents([60, 40]))
-        found = lanes.read_all(lambda: 30)
+        chunked = lanes.read_all(lambda: 30)
         wanted = read_packed(model, lanes.documents)
     assert {cache.dtype for cache in lanes.cache._slots.values()} == {torch.bfloat16}
-    torch.testing.assert_close(found, wanted, rtol=0, atol=0.2)
-    assert found[0].dtype == torch.bfloat16
+    torch.testing.assert_close(chunked, wanted, rtol=0, atol=0.2)
+    assert chunked[0].dtype == torch.bfloat16
 
 
 def test_memory_follows_the_text_until_it_is_reserved() -> None:

@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from underpar.compile import regions
-from underpar.compile.regions import TracedRun
+from underpar.compile.regions import Sharing, TracedRun
 from underpar.core.runtime import Runtime
 from underpar.data.batch import Batch, pack_documents
 from underpar.errors import LeverError
@@ -98,12 +97,11 @@ def test_it_trains_with_the_step_of_the_loop(bigrams: Bigrams) -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_a_compiler_takes_it_in_regions(bigrams: Bigrams, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_takes_it_in_regions(bigrams: Bigrams) -> None:
     def as_traced(graph: fx.GraphModule, inputs: object) -> fx.GraphModule:
         return graph
 
-    monkeypatch.setattr(regions, "_inductor", as_traced)
-    run = TracedRun()
+    run = TracedRun(Sharing(as_traced))
     for seed in range(2):
         loss = mean_loss(bigrams, batch_of(seed), run)
         torch.testing.assert_close(loss, mean_loss(bigrams, batch_of(seed)))

@@ -38,14 +38,14 @@ def observe(runs_only: bool) -> dict[str, Any]:
     Without `runs_only` also those that may change on purpose: the counted script may shrink, and
     commands may be added.
     """
-    found = {
+    values = {
         "packed": packed_sha256(),
         "road": _observe(observe_road),
         "slow": _observe(observe_slow),
     }
     if not runs_only:
-        found |= {"script_bytes": script_bytes(), "interface": interfaces()}
-    plain: dict[str, Any] = json.loads(json.dumps(found))
+        values |= {"script_bytes": script_bytes(), "interface": interfaces()}
+    plain: dict[str, Any] = json.loads(json.dumps(values))
     return plain
 
 
@@ -61,12 +61,12 @@ def main() -> None:
     parser.add_argument("--check-exact", action="store_true", help="Compare; write nothing.")
     parser.add_argument("--file", type=Path, default=FILE, help="The pins; default: those here.")
     options = parser.parse_args()
-    found = observe(options.check_exact)
+    observed = observe(options.check_exact)
     if not options.check_exact:
-        options.file.write_text(json.dumps(found, indent=1) + "\n")
+        options.file.write_text(json.dumps(observed, indent=1) + "\n")
         return
     pinned = json.loads(options.file.read_text())
-    lines = differences({part: pinned[part] for part in found}, found)
+    lines = differences({part: pinned[part] for part in observed}, observed)
     print("\n".join(lines) or "all pinned values are equal, bit for bit")
     sys.exit(1 if lines else 0)
 

@@ -25,9 +25,9 @@ SHAPE = (24, 32)
 
 def packed_sha256() -> dict[str, str]:
     """Name -> SHA-256 of each packed file."""
-    found = {name: _pack_recipe(recipe) for name, recipe in RECIPES.items()}
-    found |= {f"scheme {scheme}": _pack_tensor(scheme) for scheme in SCHEMES}
-    return {name: hashlib.sha256(data).hexdigest() for name, data in found.items()}
+    hashes = {name: _pack_recipe(recipe) for name, recipe in RECIPES.items()}
+    hashes |= {f"scheme {scheme}": _pack_tensor(scheme) for scheme in SCHEMES}
+    return {name: hashlib.sha256(data).hexdigest() for name, data in hashes.items()}
 
 
 def _pack_recipe(name: str) -> bytes:

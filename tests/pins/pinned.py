@@ -16,21 +16,21 @@ def read_pinned() -> dict[str, Any]:
     return pinned
 
 
-def differences(pinned: Any, found: Any, tolerance: float = 0.0, where: str = "") -> list[str]:
+def differences(pinned: Any, observed: Any, tolerance: float = 0.0, where: str = "") -> list[str]:
     """One line for each place at which two JSON values differ."""
-    if isinstance(pinned, dict) and isinstance(found, dict):
-        lines = [f"{where}/{key}: gone" for key in pinned.keys() - found.keys()]
-        lines += [f"{where}/{key}: new" for key in found.keys() - pinned.keys()]
-        for key in pinned.keys() & found.keys():
-            lines += differences(pinned[key], found[key], tolerance, f"{where}/{key}")
+    if isinstance(pinned, dict) and isinstance(observed, dict):
+        lines = [f"{where}/{key}: gone" for key in pinned.keys() - observed.keys()]
+        lines += [f"{where}/{key}: new" for key in observed.keys() - pinned.keys()]
+        for key in pinned.keys() & observed.keys():
+            lines += differences(pinned[key], observed[key], tolerance, f"{where}/{key}")
         return sorted(lines)
-    if isinstance(pinned, list) and isinstance(found, list) and len(pinned) == len(found):
+    if isinstance(pinned, list) and isinstance(observed, list) and len(pinned) == len(observed):
         lines = []
-        for i, (old, new) in enumerate(zip(pinned, found, strict=True)):
+        for i, (old, new) in enumerate(zip(pinned, observed, strict=True)):
             lines += differences(old, new, tolerance, f"{where}[{i}]")
         return lines
-    if isinstance(pinned, float) and isinstance(found, float):
-        same = math.isclose(pinned, found, rel_tol=tolerance, abs_tol=0.0)
+    if isinstance(pinned, float) and isinstance(observed, float):
+        same = math.isclose(pinned, observed, rel_tol=tolerance, abs_tol=0.0)
     else:
-        same = type(pinned) is type(found) and pinned == found
-    return [] if same else [f"{where}: pinned {pinned!r}, found {found!r}"]
+        same = type(pinned) is type(observed) and pinned == observed
+    return [] if same else [f"{where}: pinned {pinned!r}, found {observed!r}"]

@@ -126,9 +126,12 @@ class _Road:
     def keep_losses(self, name: str, folder: Path) -> None:
         """Keep the loss of each step and the figures of the held-out text."""
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
-        found = json.loads((folder / "validation.json").read_text())
+        validation = json.loads((folder / "validation.json").read_text())
         self.seen.numbers[f"{name}: losses"] = [line["loss"] for line in lines]
-        self.seen.numbers[f"{name}: validation"] = [found["live_bpb"], found["average_bpb"]]
+        self.seen.numbers[f"{name}: validation"] = [
+            validation["live_bpb"],
+            validation["average_bpb"],
+        ]
 
     def _build(self) -> None:
         corpus = self.folder / "docs.jsonl"
@@ -155,8 +158,8 @@ class _Road:
     def _recipes(self) -> None:
         self.call("recipe list", "recipe", "list")
         for name in ("baseline", "demo", "pr2014", "h200-300s"):
-            shown = self.call(f"recipe show {name}", "recipe", "show", name)
-            self.seen.numbers[f"{name}: hash"] = shown["hash"]
+            resolved = self.call(f"recipe show {name}", "recipe", "show", name)
+            self.seen.numbers[f"{name}: hash"] = resolved["hash"]
         self.call("levers smear", "levers", "smear")
         self.call("size", "size", "cpu")
         self.call("doctor", "doctor", *CPU)

@@ -13,10 +13,10 @@ SCORING = {
 
 def script_bytes() -> dict[str, int]:
     """Recipe, with the levers added to it -> bytes of its counted script."""
-    found = {}
+    sizes = {}
     for recipe, choices in SCORING.items():
         for levers in choices:
             changes = [f"levers.{lever}=true" for lever in levers]
             script = bundle(resolve_levers(load_recipe(recipe, changes)))
-            found[" + ".join([recipe, *levers])] = len(script)
-    return found
+            sizes[" + ".join([recipe, *levers])] = len(script)
+    return sizes

@@ -10,6 +10,6 @@ def test_packed_bytes_are_the_pinned_ones() -> None:
 
 
 def test_the_counted_script_has_not_grown() -> None:
-    pinned, found = read_pinned()["script_bytes"], script_bytes()
-    assert found.keys() == pinned.keys()
-    assert {name: size for name, size in found.items() if size > pinned[name]} == {}
+    pinned, sizes = read_pinned()["script_bytes"], script_bytes()
+    assert sizes.keys() == pinned.keys()
+    assert {name: size for name, size in sizes.items() if size > pinned[name]} == {}

@@ -12,11 +12,11 @@ PINNED = read_pinned()["interface"]
 
 @pytest.mark.parametrize("words", PINNED)
 def test_a_command_has_the_pinned_parameters(words: str) -> None:
-    found = interfaces()
-    assert words in found, f"'underpar {words}' is gone"
-    gained = found[words].keys() - PINNED[words].keys()
+    current = interfaces()
+    assert words in current, f"'underpar {words}' is gone"
+    gained = current[words].keys() - PINNED[words].keys()
     assert gained == NEW_OPTIONS.get(words, set())
-    kept = {name: param for name, param in found[words].items() if name not in gained}
+    kept = {name: param for name, param in current[words].items() if name not in gained}
     assert differences(PINNED[words], kept) == []
     # Arguments are taken in the order in which they are declared.
     assert _arguments(kept) == _arguments(PINNED[words])

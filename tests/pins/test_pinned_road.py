@@ -32,7 +32,7 @@ def test_the_python_interface_is_the_pinned_one(road: Observed) -> None:
 
 @pytest.mark.slow
 def test_the_longer_commands_do_as_pinned(tmp_path: Path) -> None:
-    found = observe_slow(tmp_path)
-    assert differences(PINNED_SLOW["numbers"], found.numbers, TOLERANCE) == []
-    assert differences(PINNED_SLOW["keys"], found.keys) == []
-    assert differences(PINNED_SLOW["files"], found.files) == []
+    observed = observe_slow(tmp_path)
+    assert differences(PINNED_SLOW["numbers"], observed.numbers, TOLERANCE) == []
+    assert differences(PINNED_SLOW["keys"], observed.keys) == []
+    assert differences(PINNED_SLOW["files"], observed.files) == []

@@ -43,15 +43,15 @@ def random_hessian(num_columns: int, num_inputs: int, seed: int) -> torch.Tensor
 def test_step_squared_times_cost_is_the_same_everywhere(
     rows: np.ndarray, columns: np.ndarray, constant: float
 ) -> None:
-    own = Sensitivity(rows, columns)
-    by_row, by_column = spread(own, constant, columns=True)
+    sensitivity = Sensitivity(rows, columns)
+    by_row, by_column = spread(sensitivity, constant, columns=True)
     costs = np.outer(by_row**2 * rows, by_column**2 * columns)
     np.testing.assert_allclose(costs, constant**2, rtol=1e-6)
     # Without columns: the same for the mean of each row; without rows: for that of the matrix.
-    by_row, by_column = spread(own, constant)
+    by_row, by_column = spread(sensitivity, constant)
     np.testing.assert_allclose(by_row**2 * rows * columns.mean(), constant**2, rtol=1e-6)
     assert (by_column == 1).all()
-    by_row, by_column = spread(own, constant, rows=False)
+    by_row, by_column = spread(sensitivity, constant, rows=False)
     np.testing.assert_allclose(by_row**2 * rows.mean() * columns.mean(), constant**2, rtol=1e-6)
     assert len(set(by_row)) == 1 and (by_column == 1).all()
 
@@ -66,9 +66,9 @@ def test_equal_sensitivities_give_one_step(rows: bool, columns: bool) -> None:
 
 def test_log_steps_are_near_the_exact_ones() -> None:
     rng = np.random.default_rng(0)
-    own = Sensitivity(rng.lognormal(size=30), rng.lognormal(size=40))
-    exact = np.outer(*spread(own, 0.01, columns=True))
-    steps = allocate(own, 0.01, columns=True)
+    sensitivity = Sensitivity(rng.lognormal(size=30), rng.lognormal(size=40))
+    exact = np.outer(*spread(sensitivity, 0.01, columns=True))
+    steps = allocate(sensitivity, 0.01, columns=True)
     assert steps.rows.dtype == np.int16 and steps.values().dtype == np.float32
     assert np.abs(np.log2(steps.values() / exact)).max() <= 1 / 16 + 1e-6
     # What nothing reads is rounded as coarsely as can be stored, and not to infinity.
@@ -80,22 +80,22 @@ def test_conditional_variances_are_what_later_columns_leave_unexplained() -> Non
     hessian = random_hessian(24, 200, 0)
     damping = 0.01 * hessian.double().diagonal().mean().expand(24)
     damped = hessian.double() + torch.diag(damping)
-    found = conditional_variances(hessian, 0.01)
+    variances = conditional_variances(hessian, 0.01)
     for j in range(24):
         cross, later = damped[j, j + 1 :], damped[j + 1 :, j + 1 :]
         left = damped[j, j] - cross @ torch.linalg.solve(later, cross)
-        assert found[j] == pytest.approx(float(left), rel=1e-9)
+        assert variances[j] == pytest.approx(float(left), rel=1e-9)
     inverse = torch.linalg.cholesky(torch.linalg.inv(damped), upper=True)
-    np.testing.assert_allclose(found, inverse.diagonal().numpy() ** -2, rtol=1e-8)
+    np.testing.assert_allclose(variances, inverse.diagonal().numpy() ** -2, rtol=1e-8)
     # Whatever the order, their product is the determinant.
-    assert np.log(found).sum() == pytest.approx(float(torch.logdet(damped)), rel=1e-9)
+    assert np.log(variances).sum() == pytest.approx(float(torch.logdet(damped)), rel=1e-9)
 
 
 def test_fewer_inputs_than_columns_and_dead_columns() -> None:
     hessian = random_hessian(16, 5, 1)
     hessian[3] = hessian[:, 3] = 0
-    found = conditional_variances(hessian)
-    assert np.isfinite(found).all() and (found > 0).all()
+    variances = conditional_variances(hessian)
+    assert np.isfinite(variances).all() and (variances > 0).all()
     assert (conditional_variances(torch.zeros(4, 4)) > 0).all()
 
 
@@ -109,15 +109,15 @@ def test_sensitivities_are_in_nats_a_token() -> None:
         lookup=torch.tensor([0.0, 0.0, 3.0, 0.0, 0.0]),
         num_tokens=7,
     )
-    found = sensitivities(Calibration(hessians, inputs, num_tokens=100), fisher)
+    by_name = sensitivities(Calibration(hessians, inputs, num_tokens=100), fisher)
     # A sum over three visits of each token, over tokens.
-    np.testing.assert_allclose(found[names[0]].columns, conditional_variances(shared) / 100)
-    assert found[names[0]].rows.tolist() == [1.0, 2.0]
-    assert (found[names[1]].rows == LEAST).all()
+    np.testing.assert_allclose(by_name[names[0]].columns, conditional_variances(shared) / 100)
+    assert by_name[names[0]].rows.tolist() == [1.0, 2.0]
+    assert (by_name[names[1]].rows == LEAST).all()
     # Both roles of the embedding: the row's cost is that of the head plus that of the table.
-    own = found[HEAD]
-    mean = own.columns.mean()
-    np.testing.assert_allclose(own.rows * mean, [mean, mean, mean + 3, mean, mean], rtol=1e-6)
+    of_head = by_name[HEAD]
+    mean = of_head.columns.mean()
+    np.testing.assert_allclose(of_head.rows * mean, [mean, mean, mean + 3, mean, mean], rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -166,28 +166,30 @@ def loss_nats(weight: np.ndarray, steps: Steps, sensitivity: Sensitivity) -> flo
 @pytest.mark.parametrize("constant", [0.003, 0.03])
 def test_rate_and_loss_of_gaussian_weights(constant: float) -> None:
     rng = np.random.default_rng(4)
-    own = Sensitivity(rng.lognormal(sigma=1.0, size=300), rng.lognormal(sigma=0.5, size=400))
+    sensitivity = Sensitivity(
+        rng.lognormal(sigma=1.0, size=300), rng.lognormal(sigma=0.5, size=400)
+    )
     spreads = np.outer(rng.lognormal(sigma=0.7, size=300), rng.lognormal(sigma=0.3, size=400))
     weight = (0.05 * spreads * rng.standard_normal((300, 400))).astype(np.float32)
-    steps = allocate(own, constant, columns=True)
+    steps = allocate(sensitivity, constant, columns=True)
     # Weights are divided by more than their step before they are rounded (see gptq).
     ratios = steps.values() / deviations(weight)
     codes = np.rint(weight / steps.values() / (1 + ratios**2 / 12))
-    curve = rate_curve({"m": weight}, {"m": own}, {"m": Layout(columns=True)})
+    curve = rate_curve({"m": weight}, {"m": sensitivity}, {"m": Layout(columns=True)})
     assert curve.bits(constant) == pytest.approx(coded_bits(weight, codes, steps), rel=0.01)
     if constant == 0.003:
         expected = constant**2 / 24 * weight.size
-        assert loss_nats(weight, steps, own) == pytest.approx(expected, rel=0.03)
+        assert loss_nats(weight, steps, sensitivity) == pytest.approx(expected, rel=0.03)
 
 
 @pytest.mark.parametrize("step", [0.05, 0.4145])
 def test_the_predicted_rate_is_the_entropy_of_the_integers(step: float) -> None:
     weight = np.random.default_rng(5).standard_normal((400, 500)).astype(np.float32)
-    own = Sensitivity(np.ones(400), np.ones(500))
-    codes = np.rint(weight / allocate(own, step).values() / (1 + step**2 / 12))
+    sensitivity = Sensitivity(np.ones(400), np.ones(500))
+    codes = np.rint(weight / allocate(sensitivity, step).values() / (1 + step**2 / 12))
     counts = np.unique(codes, return_counts=True)[1] / weight.size
     entropy = -(counts @ np.log2(counts)) * weight.size
-    curve = rate_curve({"m": weight}, {"m": own}, {"m": Layout()})
+    curve = rate_curve({"m": weight}, {"m": sensitivity}, {"m": Layout()})
     assert curve.bits(step) == pytest.approx(entropy, rel=0.01)
 
 
@@ -198,8 +200,8 @@ def test_zero_rows_cost_nothing() -> None:
     assert np.isfinite(deviations(half)).all() and (deviations(half)[::2] == 0).all()
 
     def bits(matrix: np.ndarray) -> float:
-        own = Sensitivity(np.ones(len(matrix)), np.ones(50))
-        return rate_curve({"m": matrix}, {"m": own}, {"m": Layout()}).bits(1.0)
+        sensitivity = Sensitivity(np.ones(len(matrix)), np.ones(50))
+        return rate_curve({"m": matrix}, {"m": sensitivity}, {"m": Layout()}).bits(1.0)
 
     assert bits(half) == pytest.approx(bits(weight[1::2]))
     assert bits(np.zeros((4, 50))) == 0
@@ -211,16 +213,16 @@ def test_a_constant_for_every_rate(bits: float, rows: bool, columns: bool) -> No
     rng = np.random.default_rng(7)
     weights = {"a": rng.standard_normal((20, 30)), "b": 0.01 * rng.standard_normal((10, 15))}
     weights["b"][0] = 0
-    own = {
+    by_name = {
         name: Sensitivity(rng.lognormal(size=len(w)), rng.lognormal(size=w.shape[1]))
         for name, w in weights.items()
     }
     wanted = bits * sum(w.size for w in weights.values())
     layouts = dict.fromkeys(weights, Layout(rows, columns))
-    constant = rate_curve(weights, own, layouts).constant_for(wanted)
+    constant = rate_curve(weights, by_name, layouts).constant_for(wanted)
     total = 0.0
     for name, weight in weights.items():
-        steps = np.outer(*spread(own[name], constant, rows, columns))
+        steps = np.outer(*spread(by_name[name], constant, rows, columns))
         scales = deviations(weight)
         ratios = steps[scales > 0] / scales[scales > 0]
         total += gaussian_bits(ratios * (1 + ratios**2 / 12)).sum()
@@ -230,17 +232,19 @@ def test_a_constant_for_every_rate(bits: float, rows: bool, columns: bool) -> No
 def test_sensitivity_beats_deviation_at_equal_loss() -> None:
     """At high rates the saved bits follow from the means of what the steps cost."""
     rng = np.random.default_rng(8)
-    own = Sensitivity(rng.lognormal(sigma=1.0, size=200), rng.lognormal(sigma=0.8, size=300))
+    sensitivity = Sensitivity(
+        rng.lognormal(sigma=1.0, size=200), rng.lognormal(sigma=0.8, size=300)
+    )
     weight = rng.standard_normal((200, 300))
     # Steps in proportion to each row's deviation, as the scheme int6:4 has them (PR 1394).
     plain = Steps(to_index(4.0 * weight.std(axis=1, ddof=1) / 31))
-    before = loss_nats(weight, plain, own)
+    before = loss_nats(weight, plain, sensitivity)
     bits_before = coded_bits(weight, np.rint(weight / plain.values()), plain)
-    costs = plain.values().astype(np.float64) ** 2 * np.outer(own.rows, own.columns)
+    costs = plain.values().astype(np.float64) ** 2 * np.outer(sensitivity.rows, sensitivity.columns)
     constant = math.sqrt(24 * before / weight.size)
     for columns in (False, True):
-        steps = allocate(own, constant, columns=columns)
-        assert loss_nats(weight, steps, own) == pytest.approx(before, rel=0.04)
+        steps = allocate(sensitivity, constant, columns=columns)
+        assert loss_nats(weight, steps, sensitivity) == pytest.approx(before, rel=0.04)
         varying = costs if columns else costs.mean(axis=1)
         expected = (np.log2(varying.mean()) - np.log2(varying).mean()) / 2
         saved = bits_before - coded_bits(weight, np.rint(weight / steps.values()), steps)

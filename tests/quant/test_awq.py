@@ -49,8 +49,10 @@ def test_groups_are_taken_by_their_sum(
     num_groups: int, weights: dict[str, np.ndarray], calibration: Calibration
 ) -> None:
     chosen = choose(weights, calibration, NAMES, num_groups, 4)
-    own = saliencies(weights, calibration)
-    sums = {(n, i): own[n][i : i + 4].sum() for n in NAMES for i in range(0, len(own[n]), 4)}
+    computed = saliencies(weights, calibration)
+    sums = {
+        (n, i): computed[n][i : i + 4].sum() for n in NAMES for i in range(0, len(computed[n]), 4)
+    }
     best = sorted(sums, key=lambda group: -sums[group])[:num_groups]
     assert {(n, i) for n, i in sums if chosen[n][i]} == set(best)
     # Groups are whole; the last one of b has two columns.

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from thread_ranks import unheard
 from underpar.build.levers import resolve_levers
 from underpar.build.model import build_model
 from underpar.core.runtime import Runtime
@@ -59,38 +60,41 @@ def model(recipe: Recipe) -> GPT:
 
 
 @pytest.fixture
-def found(model: GPT, text: TrainingText, runtime: Runtime) -> Calibration:
+def calibration(model: GPT, text: TrainingText, runtime: Runtime) -> Calibration:
     return collect(model, text, runtime)
 
 
-def test_one_hessian_for_each_input(found: Calibration) -> None:
-    assert len(found.hessians) == len(found.num_inputs) == 6 * NUM_LAYERS + 1
-    assert len({id(h) for h in found.hessians.values()}) == 4 * NUM_LAYERS + 1
+def test_one_hessian_for_each_input(calibration: Calibration) -> None:
+    assert len(calibration.hessians) == len(calibration.num_inputs) == 6 * NUM_LAYERS + 1
+    assert len({id(h) for h in calibration.hessians.values()}) == 4 * NUM_LAYERS + 1
     for layer in range(NUM_LAYERS):
-        q, k, v = (found.hessians[f"blocks.{layer}.attn.{own}.weight"] for own in "qkv")
+        q, k, v = (calibration.hessians[f"blocks.{layer}.attn.{letter}.weight"] for letter in "qkv")
         assert q is k is v
-    for hessian in found.hessians.values():
+    for hessian in calibration.hessians.values():
         assert hessian.dtype == torch.float32
         assert torch.equal(hessian, hessian.T)
         values = torch.linalg.eigvalsh(hessian.double())
         assert values[-1] > 0 and values[0] > -1e-6 * values[-1]
 
 
-def test_every_visit_of_every_token_counts(found: Calibration) -> None:
-    assert found.num_tokens == 4 * BATCH_TOKENS
+def test_every_visit_of_every_token_counts(calibration: Calibration) -> None:
+    assert calibration.num_tokens == 4 * BATCH_TOKENS
     for layer, visits in enumerate(VISITS):
-        for own in ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.up", "mlp.down"):
-            assert found.num_inputs[f"blocks.{layer}.{own}.weight"] == visits * found.num_tokens
-    assert found.num_inputs[HEAD] == found.num_tokens
+        for site in ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.up", "mlp.down"):
+            assert (
+                calibration.num_inputs[f"blocks.{layer}.{site}.weight"]
+                == visits * calibration.num_tokens
+            )
+    assert calibration.num_inputs[HEAD] == calibration.num_tokens
 
 
 @torch.no_grad()
 def test_hessians_are_those_of_every_product_with_the_weight(
     model: GPT, text: TrainingText, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = collect(model, text, runtime)
+    looped = collect(model, text, runtime)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    sums = {name: torch.zeros(h.shape, dtype=torch.double) for name, h in found.hessians.items()}
+    sums = {name: torch.zeros(h.shape, dtype=torch.double) for name, h in looped.hessians.items()}
     linear = F.linear
 
     def watched(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -104,9 +108,9 @@ def test_hessians_are_those_of_every_product_with_the_weight(
     for batch in text.batches(model.spec.context, runtime):
         model(batch.inputs, PackedCache(batch.segments))
     for name, expected in sums.items():
-        torch.testing.assert_close(found.hessians[name].double(), expected, rtol=1e-4, atol=1e-3)
-        rms = (expected.diagonal() / found.num_inputs[name]).sqrt().float()
-        torch.testing.assert_close(found.rms(name), rms, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(looped.hessians[name].double(), expected, rtol=1e-4, atol=1e-3)
+        rms = (expected.diagonal() / looped.num_inputs[name]).sqrt().float()
+        torch.testing.assert_close(looped.rms(name), rms, rtol=1e-4, atol=1e-5)
 
 
 def test_logits_are_not_made(
@@ -117,41 +121,33 @@ def test_logits_are_not_made(
 
 
 def test_twice_the_same_is_the_same_bits(
-    found: Calibration, model: GPT, text: TrainingText, runtime: Runtime
+    calibration: Calibration, model: GPT, text: TrainingText, runtime: Runtime
 ) -> None:
     again = collect(model, text, runtime)
-    assert all(torch.equal(again.hessians[name], h) for name, h in found.hessians.items())
+    assert all(torch.equal(again.hessians[name], h) for name, h in calibration.hessians.items())
     other = collect(model, replace(text, seed=1), runtime)
-    assert not torch.equal(other.hessians[HEAD], found.hessians[HEAD])
+    assert not torch.equal(other.hessians[HEAD], calibration.hessians[HEAD])
 
 
 @pytest.mark.parametrize("world", [2, 3, 5])
 def test_ranks_add_up_to_the_whole(
     world: int,
-    found: Calibration,
+    calibration: Calibration,
     model: GPT,
     text: TrainingText,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    reduced: list[int] = []
-
-    def count(tensors: Any, runtime: Runtime) -> None:
-        reduced.append(len(list(tensors)))
-
-    for reduction in ("sum_over_ranks", "largest_over_ranks"):
-        monkeypatch.setattr(f"underpar.quant.calibration.{reduction}", count)
-    ranks = [Runtime(torch.device("cpu"), rank, world) for rank in range(world)]
+    ranks = [unheard(rank, world) for rank in range(world)]
     shares = [collect(model, text, rank) for rank in ranks]
-    num_sites = 4 * NUM_LAYERS + 1
-    assert reduced == [num_sites, num_sites + 1, num_sites] * world
-    assert sum(share.num_tokens for share in shares) == found.num_tokens
-    for name, hessian in found.hessians.items():
+    # Hessians, counts and maxima: a message each, from every rank.
+    assert [len(rank.transport.reduced) for rank in ranks] == [3] * world
+    assert sum(share.num_tokens for share in shares) == calibration.num_tokens
+    for name, hessian in calibration.hessians.items():
         total = torch.stack([share.hessians[name] for share in shares]).sum(0)
         torch.testing.assert_close(total, hessian, rtol=1e-4, atol=1e-3)
-        assert sum(share.num_inputs[name] for share in shares) == found.num_inputs[name]
+        assert sum(share.num_inputs[name] for share in shares) == calibration.num_inputs[name]
         # Batches do not depend on the ranks that read them, up to the last bits of a sum.
         largest = max(share.largest[name] for share in shares)
-        assert largest == pytest.approx(found.largest[name], rel=1e-5) and largest > 0
+        assert largest == pytest.approx(calibration.largest[name], rel=1e-5) and largest > 0
 
 
 def state_of(model: GPT) -> tuple[object, ...]:
@@ -301,6 +297,6 @@ def test_temperature_sharpens(runtime: Runtime) -> None:
 def test_what_is_sampled_is_not_counted(model: GPT, runtime: Runtime) -> None:
     predictor = Predictor(model, runtime.device, [])
     text = SelfGenerated(predictor.stepper, num_batches=2, num_lanes=3, lane_tokens=20)
-    found, again = (collect(model, text, runtime) for _ in range(2))
-    assert found.num_tokens == found.num_inputs["blocks.0.attn.o.weight"] == 2 * 3 * 20
-    assert all(torch.equal(again.hessians[name], h) for name, h in found.hessians.items())
+    first, again = (collect(model, text, runtime) for _ in range(2))
+    assert first.num_tokens == first.num_inputs["blocks.0.attn.o.weight"] == 2 * 3 * 20
+    assert all(torch.equal(again.hessians[name], h) for name, h in first.hessians.items())

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from thread_ranks import unheard
 from tiny import TinyRun
 from underpar.build.levers import resolve_levers
 from underpar.build.model import build_model
@@ -78,7 +79,7 @@ def test_the_head_of_a_linear_softmax_model(
             block.attn_scale.zero_()
             block.mlp_scale.zero_()
     draws = [measure(model, text, runtime, seed) for seed in range(8)]
-    found, lookup = draws[0], torch.stack([draw.lookup for draw in draws]).mean(0).double()
+    first, lookup = draws[0], torch.stack([draw.lookup for draw in draws]).mean(0).double()
     tokens = torch.cat([b.inputs for b in text.batches(128, runtime)])
     table = model.embedding.weight.detach().double()
     kinds, counts = tokens.unique(return_counts=True)
@@ -91,7 +92,7 @@ def test_the_head_of_a_linear_softmax_model(
     probs = logits.softmax(-1)
     slope = 1 - (logits / cap).square()
     head = share @ (probs * (1 - probs) * slope.square())
-    torch.testing.assert_close(found.outputs[HEAD].double(), head, rtol=1e-4, atol=1e-9)
+    torch.testing.assert_close(first.outputs[HEAD].double(), head, rtol=1e-4, atol=1e-9)
     # One silent token after another: the gradient at a row comes from its own label alone.
     jacobian = torch.func.vmap(torch.func.jacrev(logits_of))(table[kinds])
     expected = share * label_variance(jacobian, probs).mean(-1)
@@ -100,7 +101,7 @@ def test_the_head_of_a_linear_softmax_model(
     often = share.topk(10).indices
     torch.testing.assert_close(lookup[kinds][often], expected[often], rtol=0.3, atol=0)
     # Nothing else is read.
-    assert all(not found.outputs[n].any() for n in found.outputs if n != HEAD)
+    assert all(not first.outputs[n].any() for n in first.outputs if n != HEAD)
 
 
 def test_the_last_projection(model: GPT, text: TrainingText, runtime: Runtime) -> None:
@@ -125,9 +126,9 @@ def test_the_last_projection(model: GPT, text: TrainingText, runtime: Runtime) -
     jacobian = torch.func.vmap(torch.func.jacrev(logits_of))(y, rest)
     expected = label_variance(jacobian, logits_of(y, rest).softmax(-1)).mean(0)
     draws = [measure(model, text, runtime, seed) for seed in range(16)]
-    found = torch.stack([draw.outputs["blocks.1.mlp.down.weight"] for draw in draws]).mean(0)
-    torch.testing.assert_close(found, expected, rtol=0.25, atol=0)
-    assert float(found.sum() / expected.sum()) == pytest.approx(1, abs=0.03)
+    average = torch.stack([draw.outputs["blocks.1.mlp.down.weight"] for draw in draws]).mean(0)
+    torch.testing.assert_close(average, expected, rtol=0.25, atol=0)
+    assert float(average.sum() / expected.sum()) == pytest.approx(1, abs=0.03)
 
 
 def test_a_row_has_a_thousandth_of_the_mean(model: GPT) -> None:
@@ -139,25 +140,21 @@ def test_a_row_has_a_thousandth_of_the_mean(model: GPT) -> None:
 
 
 def test_twice_the_same_is_the_same_bits(model: GPT, text: TrainingText, runtime: Runtime) -> None:
-    found, again = (measure(model, text, runtime) for _ in range(2))
-    assert all(torch.equal(again.outputs[name], g) for name, g in found.outputs.items())
-    assert torch.equal(again.lookup, found.lookup)
-    assert set(found.outputs) == set(collect(model, text, runtime).hessians)
+    first, again = (measure(model, text, runtime) for _ in range(2))
+    assert all(torch.equal(again.outputs[name], g) for name, g in first.outputs.items())
+    assert torch.equal(again.lookup, first.lookup)
+    assert set(first.outputs) == set(collect(model, text, runtime).hessians)
     # A predictor's model asks for no gradients; labels of another seed are others.
     model.requires_grad_(False)
     frozen, other = measure(model, text, runtime), measure(model, text, runtime, seed=1)
-    assert torch.equal(frozen.lookup, found.lookup)
-    assert not torch.equal(other.lookup, found.lookup)
-    assert torch.equal(other.outputs[HEAD], found.outputs[HEAD])
+    assert torch.equal(frozen.lookup, first.lookup)
+    assert not torch.equal(other.lookup, first.lookup)
+    assert torch.equal(other.outputs[HEAD], first.outputs[HEAD])
 
 
-def test_ranks_add_up_to_the_whole(
-    model: GPT, text: TrainingText, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_add_up_to_the_whole(model: GPT, text: TrainingText, runtime: Runtime) -> None:
     whole = measure(model, text, runtime)
-    monkeypatch.setattr("underpar.quant.fisher.sum_over_ranks", lambda tensors, rank: list(tensors))
-    ranks = [Runtime(runtime.device, rank, 2) for rank in range(2)]
-    shares = [measure(model, text, rank) for rank in ranks]
+    shares = [measure(model, text, unheard(rank, 2)) for rank in range(2)]
     assert [share.num_tokens for share in shares] == [600, 600]
     for name, g in whole.outputs.items():
         mean = torch.stack([share.outputs[name] for share in shares]).mean(0)
@@ -242,12 +239,12 @@ class Trained:
 
 @contextmanager
 def _moved(model: GPT, errors: dict[str, Tensor], sign: int) -> Iterator[None]:
-    own = {name: model.get_parameter(name).detach().clone() for name in errors}
+    weights = {name: model.get_parameter(name).detach().clone() for name in errors}
     with torch.no_grad():
         for name, error in errors.items():
             model.get_parameter(name).add_(error, alpha=sign)
         yield
-        for name, weight in own.items():
+        for name, weight in weights.items():
             model.get_parameter(name).copy_(weight)
 
 
@@ -269,9 +266,12 @@ def independent_error(trained: Trained, name: str, source: torch.Generator) -> T
 
 def fed_back_error(trained: Trained, name: str, source: torch.Generator) -> Tensor:
     """Errors of one rounding size, shaped as GPTQ's feedback shapes them; they cost TARGET."""
-    own: Sensitivity = sensitivities(trained.calibration, trained.fisher)[name]
-    size = math.sqrt(TARGET / (0.5 * own.rows.sum() * own.columns.sum()))
-    rounding = size * torch.randn(len(own.rows), len(own.columns), generator=source).double()
+    sensitivity: Sensitivity = sensitivities(trained.calibration, trained.fisher)[name]
+    size = math.sqrt(TARGET / (0.5 * sensitivity.rows.sum() * sensitivity.columns.sum()))
+    rounding = (
+        size
+        * torch.randn(len(sensitivity.rows), len(sensitivity.columns), generator=source).double()
+    )
     hessian = trained.calibration.hessians[name].double()
     hessian += torch.diag(0.01 * hessian.diagonal().mean().expand(len(hessian)))
     upper = torch.linalg.cholesky(hessian.flip(0, 1)).flip(0, 1)
@@ -302,13 +302,13 @@ def test_each_role_of_the_embedding_costs_its_share(trained: Trained, runtime: R
         "head": 0.5 * float(fisher.outputs[HEAD].sum() * d.sum()),
         "table": 0.5 * float(fisher.lookup.sum()) * len(d),
     }
-    linear, own = F.linear, model.embedding.weight
+    linear, lookup_table = F.linear, model.embedding.weight
     for role, cost in by_role.items():
         error = {HEAD: table * math.sqrt(TARGET / cost)}
-        clean = own.detach().clone()
+        clean = lookup_table.detach().clone()
 
         def head(x: Tensor, weight: Tensor, bias: Any = None, clean: Tensor = clean) -> Tensor:
-            return linear(x, clean if weight is own else weight, bias)
+            return linear(x, clean if weight is lookup_table else weight, bias)
 
         def look_up(m: Any, x: Any, y: Tensor, clean: Tensor = clean) -> Tensor:
             return clean[x[0]]
@@ -316,9 +316,9 @@ def test_each_role_of_the_embedding_costs_its_share(trained: Trained, runtime: R
         with pytest.MonkeyPatch.context() as patch:
             if role == "table":
                 patch.setattr(F, "linear", head)
-                found = trained.costs(error)[0]
+                actual = trained.costs(error)[0]
             else:
                 hook = model.embedding.register_forward_hook(look_up)
-                found = trained.costs(error)[0]
+                actual = trained.costs(error)[0]
                 hook.remove()
-        assert found == pytest.approx(TARGET, rel=0.3), role
+        assert actual == pytest.approx(TARGET, rel=0.3), role

@@ -100,10 +100,10 @@ def test_one_cholesky_gives_the_factor_of_two(
 ) -> None:
     hessian = damp(hessian_of(num_cols)[None], 0.01)[0]
     expected = two_cholesky_factor(hessian)
-    found = factor_inverse(hessian.to(dtype)).double()
-    assert (found - expected).norm() <= tolerance * expected.norm()
-    assert torch.equal(found, found.triu())
-    assert (found.diagonal(dim1=-2, dim2=-1) > 0).all()
+    factor = factor_inverse(hessian.to(dtype)).double()
+    assert (factor - expected).norm() <= tolerance * expected.norm()
+    assert torch.equal(factor, factor.triu())
+    assert (factor.diagonal(dim1=-2, dim2=-1) > 0).all()
 
 
 def test_a_hessian_that_is_none_is_refused() -> None:
@@ -140,9 +140,9 @@ def test_a_diagonal_hessian_rounds_to_nearest(seed: int, act_order: bool, kind: 
 def test_a_white_hessian_gives_the_plain_trellis() -> None:
     weight = draw(50, 300, dtype=torch.float64)
     hessian = 2.5 * torch.eye(300, dtype=torch.float64)
-    found = solve(weight, hessian, torch.full((1, 1), 0.2), Options(num_states=8))
+    solution = solve(weight, hessian, torch.full((1, 1), 0.2), Options(num_states=8))
     expected = nearest_path(weight / torch.tensor(0.2).double(), 8)
-    assert torch.equal(found.codes, expected)
+    assert torch.equal(solution.codes, expected)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -178,25 +178,25 @@ def test_the_block_only_schedules(options: Options) -> None:
     single = solve(weight.float(), hessian.float(), steps, whole)
     for other in others:
         assert torch.equal(solve(weight, hessian, steps, other).codes, expected.codes)
-        found = solve(weight.float(), hessian.float(), steps, other)
-        assert (found.codes == single.codes).float().mean() >= 0.999
+        solution = solve(weight.float(), hessian.float(), steps, other)
+        assert (solution.codes == single.codes).float().mean() >= 0.999
 
 
 def test_columns_may_come_in_any_order() -> None:
     weight, hessian = draw(40, 90), hessian_of(90).float()
     order = torch.randperm(90, generator=torch.Generator().manual_seed(2))
     steps, options = steps_of_shape("cols", 40, 90), Options(act_order=True)
-    found = solve(weight[:, order], hessian[order][:, order], steps[:, order], options)
-    assert torch.equal(found.codes, solve(weight, hessian, steps, options).codes[:, order])
+    solution = solve(weight[:, order], hessian[order][:, order], steps[:, order], options)
+    assert torch.equal(solution.codes, solve(weight, hessian, steps, options).codes[:, order])
 
 
 @pytest.mark.parametrize("options", SOLVERS, ids=SOLVER_IDS)
 def test_scales_do_not_matter(options: Options) -> None:
     weight, hessian, steps = draw(20, 64), hessian_of(64).float(), torch.full((20, 1), STEP)
     expected = solve(weight, hessian, steps, options)
-    found = solve(weight / 8, hessian * 2.0**-20, steps / 8, options)
-    assert torch.equal(found.codes, expected.codes)
-    assert math.isclose(found.loss.item() * 2.0**26, expected.loss.item(), rel_tol=1e-6)
+    solution = solve(weight / 8, hessian * 2.0**-20, steps / 8, options)
+    assert torch.equal(solution.codes, expected.codes)
+    assert math.isclose(solution.loss.item() * 2.0**26, expected.loss.item(), rel_tol=1e-6)
 
 
 @pytest.mark.parametrize("options", SOLVERS[:2], ids=SOLVER_IDS[:2])
@@ -205,10 +205,10 @@ def test_a_column_without_input_is_zero_and_harmless(options: Options) -> None:
     weight, steps = draw(30, 50), torch.full((30, 1), STEP)
     hessian = torch.zeros(50, 50)
     hessian[live.outer(live)] = 1e-3 * hessian_of(49).float().flatten()
-    found = solve(weight, hessian, steps, options).codes
+    actual = solve(weight, hessian, steps, options).codes
     without = solve(weight[:, live], hessian[live][:, live], steps, options).codes
-    assert (found[:, ~live] == 0).all()
-    assert torch.equal(found[:, live], without)
+    assert (actual[:, ~live] == 0).all()
+    assert torch.equal(actual[:, live], without)
 
 
 @pytest.mark.parametrize("options", SOLVERS, ids=SOLVER_IDS)
@@ -260,7 +260,7 @@ def test_columns_may_have_limits_of_their_own() -> None:
 
 def test_a_factor_serves_many_solves() -> None:
     hessians = torch.stack([hessian_of(30, seed) for seed in range(2)])
-    inverses = [invert(own, Options(act_order=True)) for own in hessians]
+    inverses = [invert(hessian, Options(act_order=True)) for hessian in hessians]
     together, stacked = invert(hessians, Options(act_order=True)), Inverse.stack(inverses)
     for part in ("factor", "order", "dead"):
         assert torch.equal(getattr(stacked, part), getattr(together, part))

@@ -83,8 +83,8 @@ def test_held_out_text_changes_nothing(
     model: GPT, classes: torch.Tensor, data: DataFolder, part: TrainPart, runtime: Runtime
 ) -> None:
     texts = [
-        UnreadText(own, part, NUM_STEPS, MOST_TOKENS)
-        for own in (data, replace(data, val=None))  # type: ignore[arg-type]
+        UnreadText(folder, part, NUM_STEPS, MOST_TOKENS)
+        for folder in (data, replace(data, val=None))  # type: ignore[arg-type]
     ]
     first, second = (fit_logits(model, classes, START, text, runtime) for text in texts)
     assert first == second
@@ -123,13 +123,13 @@ def test_a_run_that_read_everything_keeps_what_was_given(
     last = data.train.num_tokens // 2048
     assert UnreadText(data, part, last - 1, MOST_TOKENS).places == [(last - 1, 0), (last - 1, 1)]
     text = UnreadText(data, part, last + more, MOST_TOKENS)
-    given = Numbers((0.9, 1.0, 1.1), (0.0, 0.5, 0.0))
-    fit = fit_logits(model, classes, given, text, Runtime(torch.device("cpu")))
-    assert not text.places and fit.numbers == given and fit.nats is None
+    start = Numbers((0.9, 1.0, 1.1), (0.0, 0.5, 0.0))
+    fit = fit_logits(model, classes, start, text, Runtime(torch.device("cpu")))
+    assert not text.places and fit.numbers == start and fit.nats is None
 
 
 @pytest.mark.parametrize(
-    "found", [Numbers((1.0,) * 3, (0.0, 3.0, 0.0)), Numbers((1.0, -0.1, 1.0), (0.0,) * 3)]
+    "fitted", [Numbers((1.0,) * 3, (0.0, 3.0, 0.0)), Numbers((1.0, -0.1, 1.0), (0.0,) * 3)]
 )
 def test_what_shows_no_gain_is_not_kept(
     model: GPT,
@@ -137,9 +137,9 @@ def test_what_shows_no_gain_is_not_kept(
     text: UnreadText,
     runtime: Runtime,
     monkeypatch: pytest.MonkeyPatch,
-    found: Numbers,
+    fitted: Numbers,
 ) -> None:
-    monkeypatch.setattr(logit_fit.LogitProblem, "descend", lambda *_: found)
+    monkeypatch.setattr(logit_fit.LogitProblem, "descend", lambda *_: fitted)
     fit = fit_logits(model, classes, START, text, runtime)
     assert fit.numbers == START and fit.nats is not None and fit.nats[0] == fit.nats[1]
 
@@ -160,8 +160,8 @@ def test_slope_and_curvature_are_those_of_autograd(model: GPT, runtime: Runtime)
     example = logit_fit.Example(torch.randn(40, model.spec.dim), torch.randint(vocab, (40,)))
     values = torch.tensor([1.1, 0.9, 1.0, 0.2, 0.0, -0.3])
 
-    def nats(given: torch.Tensor) -> Any:
-        scales, biases = one_hot @ given[:3], one_hot @ given[3:]
+    def nats(values: torch.Tensor) -> Any:
+        scales, biases = one_hot @ values[:3], one_hot @ values[3:]
         logits = model.head(example.hidden) * scales + biases
         return F.cross_entropy(logits, example.targets, reduction="sum")
 

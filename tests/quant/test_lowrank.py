@@ -33,12 +33,12 @@ def test_the_product_is_that_of_the_values(
         factors.append(Factor(codes, steps, group))
         each = np.array([from_index(steps[place // group]) for place in range(codes.size)])
         assert np.array_equal(factors[-1].values().reshape(-1), codes.reshape(-1) * each)
-    found = LowRank(*factors).product()
+    computed = LowRank(*factors).product()
     left, right = (factor.values().astype(np.float64) for factor in factors)
     # Relative to the terms, which may cancel.
     size = np.abs(left) @ np.abs(right)
-    assert found.dtype == np.float32
-    assert (np.abs(found - left @ right) <= 1e-6 * size).all()
+    assert computed.dtype == np.float32
+    assert (np.abs(computed - left @ right) <= 1e-6 * size).all()
 
 
 def test_sums_are_taken_one_rank_at_a_time() -> None:

@@ -159,9 +159,9 @@ def test_what_is_stored_fits_and_no_error_grows(
     weight = draw(*shape, seed=seed).float().numpy()
     tensors, weights, calibration = case_of({"a": weight})
     options = Settings(1, rank, 2, 4, group=16, symmetric=symmetric, weighted=weighted)
-    found = correct(tensors, weights, calibration, None, options, CPU)["a"]
+    corrected = correct(tensors, weights, calibration, None, options, CPU)["a"]
     before = cost_of(tensors["a"], weight, calibration.hessians["a"], weighted)
-    assert cost_of(found, weight, calibration.hessians["a"], weighted) <= before
+    assert cost_of(corrected, weight, calibration.hessians["a"], weighted) <= before
     # Whether it was kept or not.
     norm = norm_of(*shape, seed=seed)
     error = torch.from_numpy(weight - dequantize(tensors["a"])).double()
@@ -195,13 +195,13 @@ def test_costly_rows_come_first() -> None:
     rows = np.where(np.arange(96) < 8, 100.0, 0.01)
     costs = {"a": Sensitivity(rows, np.ones(64))}
     hessian = damp(calibration.hessians["a"].double()[None], 0.01)[0][0]
-    found = []
-    for own in (costs, None):
+    errors = []
+    for sensitivity in (costs, None):
         options = replace(WEIGHTED, left_bits=6)
-        tensor = correct(tensors, weights, calibration, own, options, CPU)["a"]
+        tensor = correct(tensors, weights, calibration, sensitivity, options, CPU)["a"]
         error = torch.from_numpy(weights["a"] - dequantize(tensor)).double()
-        found.append(float(((error @ hessian) * error).sum(1) @ torch.from_numpy(rows)))
-    assert found[0] < 0.6 * found[1]
+        errors.append(float(((error @ hessian) * error).sum(1) @ torch.from_numpy(rows)))
+    assert errors[0] < 0.6 * errors[1]
 
 
 def test_the_best_few_by_loss_a_byte_are_corrected() -> None:
@@ -211,10 +211,10 @@ def test_the_best_few_by_loss_a_byte_are_corrected() -> None:
     }
     for number, expected in ((0, set()), (1, {"b"}), (2, {"b", "c"}), (9, {"a", "b", "c"})):
         options = Settings(tensors=number)
-        found = correct(tensors, weights, calibration, costs, options, CPU)
-        assert corrected(found) == expected
-        assert all(found[n] is tensors[n] for n in tensors.keys() - expected)
-        assert list(found) == list(tensors)
+        result = correct(tensors, weights, calibration, costs, options, CPU)
+        assert corrected(result) == expected
+        assert all(result[n] is tensors[n] for n in tensors.keys() - expected)
+        assert list(result) == list(tensors)
 
 
 def test_white_errors_are_left_to_finer_steps() -> None:
@@ -232,8 +232,10 @@ def test_twice_the_same_and_over_an_older_correction() -> None:
     tensors = {"a": replace(tensors["a"], correction=older)}
     again = correct(tensors, weights, calibration, None, WEIGHTED, CPU)["a"].correction
     assert first is not None and again is not None
-    for own, other in ((first.left, again.left), (first.right, again.right)):
-        assert np.array_equal(own.codes, other.codes) and np.array_equal(own.steps, other.steps)
+    for factor, other in ((first.left, again.left), (first.right, again.right)):
+        assert np.array_equal(factor.codes, other.codes) and np.array_equal(
+            factor.steps, other.steps
+        )
 
 
 def test_what_meets_no_input_is_not_chased() -> None:
@@ -241,9 +243,9 @@ def test_what_meets_no_input_is_not_chased() -> None:
     hessian = calibration.hessians["a"]
     hessian[5], hessian[:, 5] = 0, 0
     weights["a"][:, 5] = 100.0
-    found = correct(tensors, weights, calibration, None, WEIGHTED, CPU)["a"].correction
-    assert found is not None
-    assert not found.product()[:, 5].any() and found.product()[:, 4].any()
+    fitted = correct(tensors, weights, calibration, None, WEIGHTED, CPU)["a"].correction
+    assert fitted is not None
+    assert not fitted.product()[:, 5].any() and fitted.product()[:, 4].any()
 
 
 def test_only_calibrated_matrices_of_rows_are_corrected() -> None:

@@ -24,23 +24,23 @@ from underpar.quant.schemes import QuantizedTensor, dequantize, parse_scheme
 
 def test_calibrations(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    shared, own = torch.randn(4, 4), torch.randn(3, 3)
-    hessians = {"q": shared, "k": shared, HEAD: own}
+    shared, single = torch.randn(4, 4), torch.randn(3, 3)
+    hessians = {"q": shared, "k": shared, HEAD: single}
     calibration = Calibration(hessians, {"q": 5, "k": 5, HEAD: 7}, 7, {"q": 1.5})
     fisher = Fisher({name: torch.rand(2) for name in hessians}, torch.rand(6), 9)
     path = tmp_path / "calibration.safetensors"
     save_measured(path, Measured(calibration, fisher, {"weights_sha256": "abc"}))
-    found = read_measured(path, torch.device("cpu"))
-    assert found.about == {"weights_sha256": "abc"}
+    restored = read_measured(path, torch.device("cpu"))
+    assert restored.about == {"weights_sha256": "abc"}
     # Stored once, shared again: factors are made by Hessian, not by name.
-    assert found.calibration.hessians["q"] is found.calibration.hessians["k"]
+    assert restored.calibration.hessians["q"] is restored.calibration.hessians["k"]
     for name in hessians:
-        assert torch.equal(found.calibration.hessians[name], hessians[name])
-        assert torch.equal(found.fisher.outputs[name], fisher.outputs[name])
-    assert torch.equal(found.fisher.lookup, fisher.lookup)
-    assert found.calibration.num_inputs == calibration.num_inputs
-    assert (found.calibration.num_tokens, found.fisher.num_tokens) == (7, 9)
-    assert found.calibration.largest == {"q": 1.5}
+        assert torch.equal(restored.calibration.hessians[name], hessians[name])
+        assert torch.equal(restored.fisher.outputs[name], fisher.outputs[name])
+    assert torch.equal(restored.fisher.lookup, fisher.lookup)
+    assert restored.calibration.num_inputs == calibration.num_inputs
+    assert (restored.calibration.num_tokens, restored.fisher.num_tokens) == (7, 9)
+    assert restored.calibration.largest == {"q": 1.5}
 
 
 def test_rounded_models(tmp_path: Path) -> None:
@@ -63,12 +63,12 @@ def test_rounded_models(tmp_path: Path) -> None:
     )
     path = tmp_path / "quantized.safetensors"
     save_quantized(path, model, {"constant": 0.5})
-    found, about = read_quantized(path)
+    restored, about = read_quantized(path)
     assert about == {"constant": 0.5}
-    assert list(found) == list(model)
+    assert list(restored) == list(model)
     for name, tensor in model.items():
-        assert found[name].scheme == tensor.scheme and found[name].shape == tensor.shape
-        assert dequantize(found[name]).tobytes() == dequantize(tensor).tobytes()
+        assert restored[name].scheme == tensor.scheme and restored[name].shape == tensor.shape
+        assert dequantize(restored[name]).tobytes() == dequantize(tensor).tobytes()
 
 
 @pytest.mark.parametrize("about", [{}, {"numbers": {}}, {"numbers": 3}, {"table": "["}])

@@ -55,8 +55,8 @@ def solver(inputs: torch.Tensor, weights: dict[str, np.ndarray]) -> Solver:
     hessians = dict.fromkeys(weights, shared) | {KEYS[-1]: other}
     calibration = Calibration(hessians, dict.fromkeys(weights, len(inputs)), len(inputs))
     costs = {
-        name: Sensitivity(np.geomspace(1.0, 16.0, len(own)), np.ones(COLS))
-        for name, own in weights.items()
+        name: Sensitivity(np.geomspace(1.0, 16.0, len(matrix)), np.ones(COLS))
+        for name, matrix in weights.items()
     }
     return Solver(calibration, costs, 0.4, CPU)
 
@@ -179,8 +179,8 @@ def test_protected_columns_are_an_octave_finer(weight: np.ndarray, solver: Solve
     weight[:, chosen] *= 40
     # Inputs that know nothing of one another: every column is rounded to nearest.
     white = replace(solver.calibration, hessians={NAME: torch.eye(COLS)})
-    own = replace(solver, calibration=white, protected={NAME: chosen})
-    tensor, plain = (solve_one(own, weight, s) for s in ("gptq4:0.2+awq", "gptq4:0.2"))
+    protecting = replace(solver, calibration=white, protected={NAME: chosen})
+    tensor, plain = (solve_one(protecting, weight, s) for s in ("gptq4:0.2+awq", "gptq4:0.2"))
     assert tensor.codes is not None and plain.codes is not None and tensor.columns is not None
     assert np.array_equal(tensor.columns, np.where(chosen, -16, 0))
     assert np.array_equal(steps_of(tensor), steps_of(plain) * np.where(chosen, 0.5, 1))
@@ -196,8 +196,8 @@ def test_protecting_columns_costs_less_on_the_inputs(
     chosen = inputs.square().sum(0).argsort(descending=True).numpy()[:16]
     protected = np.isin(np.arange(COLS), chosen)
     tensors = (
-        solve_one(replace(solver, protected={NAME: own}), weight, "gptq6:12.85+awq")
-        for own in (protected, np.zeros_like(protected))
+        solve_one(replace(solver, protected={NAME: mask}), weight, "gptq6:12.85+awq")
+        for mask in (protected, np.zeros_like(protected))
     )
     finer, plain = (loss_of(dequantize(t) - weight, inputs) for t in tensors)
     assert finer < plain

@@ -94,13 +94,13 @@ def test_the_search_finds_the_best_of_all_paths(num_states: int) -> None:
     num_cols = 6
     samples = torch.randn(20, num_cols, generator=torch.Generator().manual_seed(num_states))
     samples = samples.double() * 1.2
-    found = nearest_path(samples, num_states)
+    path = nearest_path(samples, num_states)
     # Every path near the samples: n = 2 half + parity with halves of -3 ... 2.
     halves = np.array(list(itertools.product(range(-3, 3), repeat=num_cols)))
     paths = torch.from_numpy(2 * halves + parities(halves, num_states)).double()
     best = torch.cdist(samples, paths).square().amin(dim=1)
-    assert found.abs().max() <= 4
-    assert torch.allclose((found - samples).square().sum(dim=1), best)
+    assert path.abs().max() <= 4
+    assert torch.allclose((path - samples).square().sum(dim=1), best)
 
 
 def test_one_state_rounds() -> None:

@@ -18,8 +18,8 @@ ANY_FLOAT = st.floats(allow_nan=True, allow_infinity=True)
 
 def find(svg: str, tag: str, kind: str = "") -> list[ET.Element]:
     """Elements of a chart by tag and first class."""
-    found = ET.fromstring(svg).iter(tag)
-    return [e for e in found if not kind or e.get("class", "").split()[:1] == [kind]]
+    elements = ET.fromstring(svg).iter(tag)
+    return [e for e in elements if not kind or e.get("class", "").split()[:1] == [kind]]
 
 
 @pytest.mark.parametrize(

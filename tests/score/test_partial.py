@@ -266,16 +266,16 @@ def test_memory_stays_where_it_is_and_is_as_large_as_it_was() -> None:
 
     def addresses(*states: dict[str, Any]) -> list[int]:
         parts = [part for state in states for part in (state, state.get("slots", {}))]
-        found = [value for part in parts for value in part.values()]
-        return [value.data_ptr() for value in found if isinstance(value, torch.Tensor)]
+        lines = [value for part in parts for value in part.values()]
+        return [value.data_ptr() for value in lines if isinstance(value, torch.Tensor)]
 
     model, settings = randomized(RECIPE), replace(SETTINGS, sites=("k",))
     for num_lanes in (2, 1):
         lora, other = (Lora(model, settings, range(n), CPU) for n in (2, num_lanes))
         cache, before = ChunkCache(RECIPE.model, 2, CPU), ChunkCache(RECIPE.model, num_lanes, CPU)
-        for own in (cache, before):
-            own.reserve(5)
-            own._cache(0, torch.zeros(1, 1, 4))
+        for one in (cache, before):
+            one.reserve(5)
+            one._cache(0, torch.zeros(1, 1, 4))
         where = addresses(lora.state(), cache.state())
         lora.load(other.state())
         cache.load(before.state())
@@ -311,9 +311,8 @@ class Lanes(Run):
 class Pair:
     """Two ranks that save beside `path`; the main rank alone is asked to stop."""
 
-    def __init__(self, path: Path, method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, path: Path, method: Method) -> None:
         self.path, self.method = path, method
-        self.ranks = Ranks(monkeypatch)
         self.lines: list[str] = []
 
     def go(self, num_steps: float = float("inf")) -> list[Run]:
@@ -323,17 +322,23 @@ class Pair:
             phases = phased_sgd.PhasedSGD(phased_sgd.Settings(prefix=0.5, lr=0.1, chunk_tokens=16))
             # Lanes of one rank rest, and decay, while those of the other learn.
             settings = replace(SETTINGS, warm=True, decay_all=True, decay=10.0, lanes=2)
-            own = {"phases": phases, "runtime": runtime, "partial": start.partial}
-            return Lanes(settings=settings, method=self.method, **own)
+            return Lanes(
+                settings=settings,
+                method=self.method,
+                phases=phases,
+                runtime=runtime,
+                partial=start.partial,
+            )
 
-        return self.ranks.go(make)
+        ranks = Ranks()
+        runs = [make(runtime) for runtime in ranks.runtimes]
+        ranks.go([run.go for run in runs])
+        return runs
 
 
 @pytest.mark.parametrize("method", [STREAM, BY_LENGTH], ids=["stream", "published"])
-def test_ranks_stop_and_continue_together(
-    method: Method, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pair = Pair(tmp_path / "score", method, monkeypatch)
+def test_ranks_stop_and_continue_together(method: Method, tmp_path: Path) -> None:
+    pair = Pair(tmp_path / "score", method)
     whole, stops = pair.go(), 0
     while (runs := pair.go(1))[0].stopped_at >= 0:  # type: ignore[attr-defined]
         stops += 1
@@ -345,11 +350,9 @@ def test_ranks_stop_and_continue_together(
         assert run.predictor.state_hash() == other.predictor.state_hash()
 
 
-def test_ranks_that_do_not_agree_start_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_do_not_agree_start_over(tmp_path: Path) -> None:
     path, other = tmp_path / "score", tmp_path / "score-1"
-    pair = Pair(path, STREAM, monkeypatch)
+    pair = Pair(path, STREAM)
     whole = pair.go()
     pair.go(3)
     early = other.read_bytes()
@@ -366,8 +369,6 @@ def test_ranks_that_do_not_agree_start_over(
     with pytest.raises(RunError, match="score-1 is damaged"):
         pair.go()
     other.write_bytes(late)
-    # An error breaks what ranks meet at.
-    pair = Pair(path, STREAM, monkeypatch)
     runs = pair.go()
     assert pair.lines == [f"continuing {path} at step 6"]
     assert all_but_seconds(runs[1].score) == all_but_seconds(whole[1].score)
@@ -420,12 +421,12 @@ def continue_and_start_over(command: list[str], label: str, folder: Path) -> Non
     continued = runner.invoke(cli.app, command, catch_exceptions=False)
     assert continued.exit_code == 0, continued.output
     assert continued.stderr.splitlines() == [f"continuing {file} at step {STEP}"]
-    assert {p.name for p in folder.iterdir()} == {"model.upar", score.name}
-    found = ledger(score)
+    assert {p.name for p in folder.iterdir()} == {"model.upar", "score.py", score.name}
+    entries = ledger(score)
     file.write_bytes(left)
     whole = runner.invoke(cli.app, [*command, "--fresh"], catch_exceptions=False)
     assert (whole.exit_code, whole.stderr) == (0, "")
-    assert ledger(score) == found and not file.exists()
+    assert ledger(score) == entries and not file.exists()
     assert all(json.loads(result.stdout)["finished"] for result in (whole, continued))
 
 
@@ -466,10 +467,10 @@ def test_killed_ranks_continue_together(tiny_run: TinyRun, artifact_file: Path) 
     assert done.returncode == 0, done.stderr
     assert f"score-lora_ttt.partial at step {STEP}" in done.stderr
     score = folder / "score-lora_ttt.json"
-    assert {p.name for p in folder.iterdir()} == {"model.upar", score.name}
-    found = ledger(score)
+    assert {p.name for p in folder.iterdir()} == {"model.upar", "score.py", score.name}
+    entries = ledger(score)
     assert launch(command, *pair, number=0).returncode == 0
-    assert ledger(score) == found
+    assert ledger(score) == entries
 
 
 def sending(number: int) -> Any:

@@ -222,15 +222,15 @@ def stream_prices(
 
 def lone_prices(predictor: Predictor, shard: Shard, flat: bool) -> np.ndarray:
     """The same, each from as many tokens before it as the context holds, in a pass of its own."""
-    found = []
+    spans = []
     for place in range(shard.num_tokens - 1):
         document = int(np.searchsorted(shard.starts, place, side="right")) - 1
         first = 0 if flat else int(shard.starts[document])
         begin = max(first, place + 1 - predictor.context)
         row = torch.from_numpy(shard.tokens[begin : place + 2].astype(np.int64))
         segments = segments_from_starts(np.array([0]), len(row) - 1, predictor.context)
-        found.append(float(predictor.nll(Batch(row[:-1], row[1:], segments))[-1]))
-    return np.array(found)
+        spans.append(float(predictor.nll(Batch(row[:-1], row[1:], segments))[-1]))
+    return np.array(spans)
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 50, 4096])

@@ -58,7 +58,7 @@ def test_a_stream_is_cut_at_documents(lengths: list[int], data: st.DataObject) -
         end = data.draw(st.integers(first + 1, len(nats)))
         tally.commit_stream(first, nats[first:end])
         first = end
-    places = [int(shard.starts[document]) + own for document, own, _ in commits]
+    places = [int(shard.starts[document]) + place for document, place, _ in commits]
     assert places == sorted(set(places))
     assert np.array_equal(np.concatenate([nats[:0], *(part for _, _, part in commits)]), nats)
     assert sum(entry.num_targets for entry in tally.entries()) == len(nats)

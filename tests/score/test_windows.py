@@ -105,8 +105,8 @@ def test_isolated_and_flat(lengths: list[int], context: int, data: st.DataObject
     isolated = list(isolated_windows(lengths, context, stride))
     assert [w.document for w in isolated] == sorted(w.document for w in isolated)
     for document, total in enumerate(lengths):
-        own = [w for w in isolated if w.document == document]
-        assert own == sliding_windows(total, context, stride, document)
+        windows = [w for w in isolated if w.document == document]
+        assert windows == sliding_windows(total, context, stride, document)
     flat = list(flat_windows(lengths, context, stride))
     assert owned_targets(flat) == list(range(1, sum(lengths) + 1))
     assert {w.document for w in flat} <= {STREAM}

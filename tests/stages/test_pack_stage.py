@@ -73,11 +73,11 @@ def test_grids_fill_any_cap(folder: RunFolder, tiny_run: TinyRun, share: float) 
 def test_fewer_bytes_cost_bits(folder: RunFolder, tiny_run: TinyRun, runtime: Runtime) -> None:
     part = with_rules(tiny_run.recipe, *GRIDS)
     whole = pack_run(folder).total_bytes
-    found = []
+    sizes = []
     for share in (0.8, 0.42):
         pack_run(folder, int(share * whole), part)
-        found.append(score_artifact(folder.artifact_file, tiny_run.data, runtime))
-    assert found[0].score.bpb < found[1].score.bpb
+        sizes.append(score_artifact(folder.artifact_file, tiny_run.data, runtime))
+    assert sizes[0].score.bpb < sizes[1].score.bpb
 
 
 @pytest.mark.parametrize("scheme", ["gptq6:12.85", "gptq4:5+awq", "grid8"])
@@ -137,10 +137,11 @@ def test_calibration_repeats_and_may_write_its_own_text(
     tensors = read_tensors(folder.calibration_file)[0]
     for name, tensor in read_tensors(_written(folder.path / "first", first))[0].items():
         assert torch.equal(tensor, tensors[name]), name
-    own = calibrate_run(folder, data, runtime, "self")
-    assert own.about["text"] == "self"
+    summary = calibrate_run(folder, data, runtime, "self")
+    assert summary.about["text"] == "self"
     assert not torch.equal(
-        own.calibration.hessians["embedding.weight"], again.calibration.hessians["embedding.weight"]
+        summary.calibration.hessians["embedding.weight"],
+        again.calibration.hessians["embedding.weight"],
     )
     with pytest.raises(RecipeError, match="'val'"):
         calibrate_run(folder, data, runtime, "val")
@@ -172,11 +173,11 @@ def test_training_calibrates_where_rules_ask(
 
 def test_unpacked_weights_load_elsewhere(tiny_run: TinyRun, tmp_path: Path) -> None:
     out = tmp_path / "weights.safetensors"
-    found = unpack_artifact(tiny_run.folder.artifact_file, out)
+    unpacked = unpack_artifact(tiny_run.folder.artifact_file, out)
     tensors, about = read_tensors(out)
     artifact, identity = read_artifact(tiny_run.folder.artifact_file)
     assert about == {"artifact_sha256": identity}
-    assert found["weights"] == sum(t.numel() for t in tensors.values())
+    assert unpacked["weights"] == sum(t.numel() for t in tensors.values())
     build_model(tiny_run.recipe).load_state_dict(tensors)
     for name, tensor in artifact.tensors.items():
         assert np.array_equal(tensors[name].numpy(), dequantize(tensor))

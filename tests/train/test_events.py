@@ -36,24 +36,24 @@ def read_varint(data: bytes) -> tuple[int, bytes]:
 
 def fields(data: bytes) -> Fields:
     """(number, value) of a protocol buffer: varints as int, all else as bytes."""
-    found: Fields = []
+    points: Fields = []
     while data:
         key, data = read_varint(data)
         wire = key & 7
         if wire == 0:
             value, data = read_varint(data)
-            found.append((key >> 3, value))
+            points.append((key >> 3, value))
             continue
         length, data = read_varint(data) if wire == 2 else ({1: 8, 5: 4}[wire], data)
-        found.append((key >> 3, data[:length]))
+        points.append((key >> 3, data[:length]))
         data = data[length:]
-    return found
+    return points
 
 
 def scalars(path: Path | None) -> list[tuple[int, dict[str, float]]]:
     """Step and values of each summary."""
     assert path is not None
-    found = []
+    points = []
     for record in records(path.read_bytes()):
         event = dict(fields(record))
         if 5 not in event:
@@ -63,8 +63,8 @@ def scalars(path: Path | None) -> list[tuple[int, dict[str, float]]]:
             assert number == 1
             parts = dict(fields(value))  # type: ignore[arg-type]
             (values[parts[1].decode()],) = struct.unpack("<f", parts[2])  # type: ignore
-        found.append((event[2], values))
-    return found  # type: ignore[return-value]
+        points.append((event[2], values))
+    return points  # type: ignore[return-value]
 
 
 def test_crc_of_the_published_examples() -> None:
@@ -134,6 +134,6 @@ def test_tensorboard_reads_a_resumed_run(tmp_path: Path) -> None:
         writer = EventWriter(tmp_path)
         for step in range(start, stop):
             writer.write(step, {"loss": step + start / 100})
-    found = loading.EventAccumulator(str(tmp_path)).Reload().Scalars("loss")
+    scalars = loading.EventAccumulator(str(tmp_path)).Reload().Scalars("loss")
     wanted = [(s, s + (0.01 if s < 5 else 0.05)) for s in range(1, 11)]
-    assert [(e.step, e.value) for e in found] == [(s, pytest.approx(v)) for s, v in wanted]
+    assert [(e.step, e.value) for e in scalars] == [(s, pytest.approx(v)) for s, v in wanted]

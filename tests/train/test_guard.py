@@ -80,9 +80,9 @@ def test_batches_come_back_as_they_were(loader: Loader, tmp_path: Path) -> None:
     places = [(7, 0), (7, 1), (11, 1)]
     path = tmp_path / "broken.safetensors"
     save_batches(path, {p: loader.batch(*p) for p in places}, {"why": "test"})
-    found, about = read_batches(path)
-    assert list(found) == places and about == {"why": "test"}
-    for place, ours in found.items():
+    batches, about = read_batches(path)
+    assert list(batches) == places and about == {"why": "test"}
+    for place, ours in batches.items():
         theirs = loader.batch(*place)
         for name in ("inputs", "targets"):
             assert torch.equal(getattr(ours, name), getattr(theirs, name))
@@ -114,10 +114,10 @@ def test_a_failure_saves_every_step_that_may_be_its_cause(loader: Loader, tmp_pa
     assert "\n" not in str(error)
     for part in ("step 12", "nan", str(path), "train.matrix_lr", "since step 10"):
         assert part in str(error)
-    found, about = read_batches(path)
+    batches, about = read_batches(path)
     # Logged step 10 is the loader's step 9: its update made the weights of step 11.
-    assert list(found) == [(s, m) for s in (9, 10, 11) for m in (0, 1)]
-    assert all(batch.segments.context == 32 for batch in found.values())
+    assert list(batches) == [(s, m) for s in (9, 10, 11) for m in (0, 1)]
+    assert all(batch.segments.context == 32 for batch in batches.values())
     assert about == {"step": 12, "reason": "the loss is nan"}
 
 

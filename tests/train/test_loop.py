@@ -209,19 +209,19 @@ def trainer_of(recipe: Recipe, data: Path, path: Path, runtime: Runtime) -> Trai
 def test_the_end_is_priced_before_and_after_averaging(
     whole: RunFolder, tiny_data: Path, runtime: Runtime
 ) -> None:
-    found = json.loads(whole.validation_file.read_text())
+    validation = json.loads(whole.validation_file.read_text())
     last = list(whole.metrics())[-1]
-    assert {key: found[key] for key in ("step", "tokens", "seconds")} == {
+    assert {key: validation[key] for key in ("step", "tokens", "seconds")} == {
         key: last[key] for key in ("step", "tokens", "seconds")
     }
     data = load_data(tiny_data)
     trainer = make_trainer(whole.read_recipe(), data, whole, runtime)
     trainer._resume()
     again = trainer.validator.run(trainer.model, read_tensors(whole.weights_file)[0])
-    expected = again.as_dict() | {"validation_seconds": found["validation_seconds"]}
-    assert {key: found[key] for key in expected} == expected
-    assert found["num_bytes"] == data.val.num_bytes
-    assert found["live_bpb"] != found["average_bpb"]
+    expected = again.as_dict() | {"validation_seconds": validation["validation_seconds"]}
+    assert {key: validation[key] for key in expected} == expected
+    assert validation["num_bytes"] == data.val.num_bytes
+    assert validation["live_bpb"] != validation["average_bpb"]
     # The middle of a run is not priced unless asked for.
     assert not any("val_bpb" in line for line in whole.metrics())
 
@@ -232,10 +232,10 @@ def test_a_summary_says_what_the_weights_are_worth(
     sets = ["train.budget_steps=3", "model.num_layers=1"]
     recipe, folder = resolve_levers(load_recipe("baseline+cpu", sets)), RunFolder(tmp_path)
     summary = train(recipe, tiny_data, folder, runtime)
-    found = json.loads(folder.validation_file.read_text())
-    assert summary["live_bpb"] == found["live_bpb"] > 0
+    validation = json.loads(folder.validation_file.read_text())
+    assert summary["live_bpb"] == validation["live_bpb"] > 0
     # Nothing is averaged here.
-    assert found["average_bpb"] is None and "average_bpb" not in summary
+    assert validation["average_bpb"] is None and "average_bpb" not in summary
 
 
 class SlowValidator(Validator):

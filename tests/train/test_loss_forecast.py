@@ -99,9 +99,9 @@ def priced(forecast: Forecast, prices: dict[float, float]) -> list[float]:
 
 def test_the_held_out_text_is_forecast_from_its_own_prices() -> None:
     """By the law that prices follow, whatever the losses of the training text do."""
-    found = priced(Forecast(1.0), {p: 2 - 0.25 * math.log(p) for p in (0.1, 0.25, 0.5, 0.75)})
+    forecast = priced(Forecast(1.0), {p: 2 - 0.25 * math.log(p) for p in (0.1, 0.25, 0.5, 0.75)})
     # From the second price and from 0.3 on.
-    assert not any(found[:30]) and found[30:] == pytest.approx([2.0] * 70)
+    assert not any(forecast[:30]) and forecast[30:] == pytest.approx([2.0] * 70)
 
 
 def test_one_price_is_no_forecast() -> None:
@@ -111,14 +111,14 @@ def test_one_price_is_no_forecast() -> None:
 def test_old_prices_count_where_there_are_no_others() -> None:
     law = {p: 2 - 0.25 * math.log(p) for p in (0.5, 0.75)}
     # Both are from before a quarter of the progress; then there are two that are not.
-    found = priced(Forecast(1.0), {0.05: 3.0, 0.1: 3.0} | law)
-    assert found[49] == 3.0 and found[-1] == pytest.approx(2.0)
+    forecast = priced(Forecast(1.0), {0.05: 3.0, 0.1: 3.0} | law)
+    assert forecast[49] == 3.0 and forecast[-1] == pytest.approx(2.0)
 
 
 def test_a_forecast_of_the_held_out_text_begins_at_its_last_price() -> None:
-    found = priced(Forecast(1.0), {0.25: 2.0, 0.5: 2.5, 0.75: 2.25})
+    forecast = priced(Forecast(1.0), {0.25: 2.0, 0.5: 2.5, 0.75: 2.25})
     # Prices that rise may fall again; they are not said to rise on.
-    assert (found[50], found[-1]) == (2.5, 2.25)
+    assert (forecast[50], forecast[-1]) == (2.5, 2.25)
     noisy = Forecast(1.0)
     assert priced(noisy, {0.25: 2.0, 0.5: math.nan, 0.75: 1.5})[-1] < 1.5
 
@@ -127,8 +127,8 @@ def test_averaged_weights_are_forecast_where_a_run_has_them() -> None:
     forecast = Forecast(1.0)
     for p in (0.25, 0.5):
         line = {"progress": p, "loss": 3.0, "val_bpb": 9.0, "average_val_bpb": 1.25}
-        found = forecast.see(line)
-    assert found == {"forecast_bpb": 1.25}
+        fields = forecast.see(line)
+    assert fields == {"forecast_bpb": 1.25}
 
 
 def test_a_watcher_reads_the_forecast_and_the_last_validation() -> None:

@@ -6,17 +6,24 @@ Started by torchrun this file is one rank of `test_06_ranks_of_gloo_give_the_sam
 import os
 import subprocess
 import sys
-import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from thread_ranks import Ranks
 from underpar.core.dist import process_group
 from underpar.core.runtime import Runtime, open_runtime
-from underpar.train import muon
-from underpar.train.muon import CLASSIC, Muon, normalize_rows, orthogonalize
+from underpar.train.muon import (
+    CLASSIC,
+    COEFFICIENTS,
+    Coefficients,
+    Muon,
+    normalize_rows,
+    orthogonalize,
+)
 
 # Two banks that no number of ranks here divides, and one with fewer matrices than ranks.
 BANKS = [(24, 16)] * 5 + [(16, 24)] * 4 + [(8, 8)]
@@ -36,10 +43,10 @@ def give_gradients(parameters: dict[str, nn.Parameter], seed: int) -> None:
 def trained(runtime: Runtime, row_norm: bool = True) -> dict[str, nn.Parameter]:
     """Three steps on made-up gradients, the same on every rank."""
     parameters = matrices(BANKS)
-    own = Muon(parameters, decay=0.1, row_norm=row_norm, runtime=runtime)
+    optimizer = Muon(parameters, decay=0.1, row_norm=row_norm, runtime=runtime)
     for step in range(3):
         give_gradients(parameters, seed=step)
-        own.step(lr=0.05, momentum=0.9)
+        optimizer.step(lr=0.05, momentum=0.9)
     return parameters
 
 
@@ -72,9 +79,9 @@ def test_01_zero_stays_zero_and_scale_does_not_matter() -> None:
     torch.testing.assert_close(orthogonalize(update), orthogonalize(10 * update), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("coefficients", muon.COEFFICIENTS.values(), ids=muon.COEFFICIENTS)
+@pytest.mark.parametrize("coefficients", COEFFICIENTS.values(), ids=COEFFICIENTS)
 def test_02_transposes_commute_and_a_batch_is_its_matrices(
-    coefficients: tuple[muon.Coefficients, ...],
+    coefficients: tuple[Coefficients, ...],
 ) -> None:
     torch.manual_seed(0)
     batch = torch.randn(3, 16, 40)
@@ -102,7 +109,7 @@ def test_03_rows_are_divided_by_their_length() -> None:
 def test_03_row_normalized_steps_follow_the_hand_formula() -> None:
     parameters = matrices([(6, 4)])
     weight, momentum = parameters["0"].detach().clone(), torch.zeros(6, 4)
-    own = Muon(parameters, decay=0.1, newton_schulz="classic", row_norm=True)
+    optimizer = Muon(parameters, decay=0.1, newton_schulz="classic", row_norm=True)
     for step in range(3):
         give_gradients(parameters, seed=step)
         gradient = parameters["0"].grad
@@ -112,7 +119,7 @@ def test_03_row_normalized_steps_follow_the_hand_formula() -> None:
         update = update / update.square().sum(1, keepdim=True).sqrt()
         direction = orthogonalize(update[None], CLASSIC)[0]
         weight = (1 - 0.02 * 0.1 * 0.5) * weight - 0.02 * (6 / 4) ** 0.5 * direction
-        own.step(lr=0.02, momentum=0.9, decay_scale=0.5)
+        optimizer.step(lr=0.02, momentum=0.9, decay_scale=0.5)
     torch.testing.assert_close(parameters["0"].detach(), weight, rtol=0, atol=1e-6)
 
 
@@ -141,49 +148,30 @@ def test_05_without_gradient_a_matrix_only_decays(row_norm: bool) -> None:
     parameters = matrices([(4, 6)])
     before = parameters["0"].detach().clone()
     parameters["0"].grad = torch.zeros(4, 6)
-    own = Muon(parameters, decay=0.1, row_norm=row_norm)
-    own.step(lr=0.5, momentum=0.9, decay_scale=0.25)
+    optimizer = Muon(parameters, decay=0.1, row_norm=row_norm)
+    optimizer.step(lr=0.5, momentum=0.9, decay_scale=0.25)
     assert torch.equal(parameters["0"].detach(), before * (1 - 0.5 * 0.1 * 0.25))
 
 
 @pytest.mark.parametrize("world", [2, 3, 8])
-def test_06_ranks_give_the_same_update(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    shares: dict[int, Tensor] = {}
-    barrier = threading.Barrier(world, timeout=60)
-    padding: list[bool] = []
-
-    def gather(share: Tensor, runtime: Runtime) -> Tensor:
-        shares[runtime.rank] = share
-        barrier.wait()
-        whole = torch.cat([shares[rank] for rank in range(world)])
-        num_matrices = BANKS.count((whole.size(1), whole.size(2)))
-        padding.append(bool(whole[num_matrices:].any()))
-        barrier.wait()
-        return whole
-
+def test_06_ranks_give_the_same_update(world: int) -> None:
     expected = trained(Runtime(torch.device("cpu")))
-    monkeypatch.setattr(muon, "gather_shares", gather)
-    results: dict[int, dict[str, nn.Parameter]] = {}
-
-    def work(rank: int) -> None:
-        results[rank] = trained(Runtime(torch.device("cpu"), rank, world))
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(world)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for rank in range(world):
-        torch.testing.assert_close(results[rank], expected, rtol=0, atol=1e-5)
-    assert len(padding) == 9 * world
-    assert not any(padding)
+    ranks = Ranks(world)
+    for result in ranks.go([partial(trained, runtime) for runtime in ranks.runtimes]):
+        torch.testing.assert_close(result, expected, rtol=0, atol=1e-5)
+    for transport in ranks.transports:
+        # Three steps, one message for each bank; shares are filled up with zeros.
+        assert len(transport.gathered) == 9
+        for shares in transport.gathered:
+            whole = torch.cat(shares)
+            assert not whole[BANKS.count((whole.size(1), whole.size(2))) :].any()
 
 
 def test_06_ranks_of_gloo_give_the_same_update(tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
     subprocess.run(
         [*launcher, __file__, str(tmp_path)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
         check=True,
         capture_output=True,
     )
@@ -198,7 +186,7 @@ def test_classic_equals_torch_optim_muon(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)
     ours = matrices([(24, 16), (16, 24), (24, 16)])
     theirs = [nn.Parameter(p.detach().clone()) for p in ours.values()]
-    own = Muon(ours, decay=0.1, newton_schulz="classic")
+    optimizer = Muon(ours, decay=0.1, newton_schulz="classic")
     oracle = torch.optim.Muon(
         theirs, lr=0.02, weight_decay=0.1, momentum=0.9, nesterov=True, ns_coefficients=CLASSIC[0]
     )
@@ -207,7 +195,7 @@ def test_classic_equals_torch_optim_muon(monkeypatch: pytest.MonkeyPatch) -> Non
         for a, b in zip(ours.values(), theirs, strict=True):
             assert a.grad is not None
             b.grad = a.grad.clone()
-        own.step(lr=0.02, momentum=0.9)
+        optimizer.step(lr=0.02, momentum=0.9)
         oracle.step()
     for a, b in zip(ours.values(), theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=0.0, atol=1e-5)

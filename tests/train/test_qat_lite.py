@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from thread_ranks import unheard
 from underpar.build.levers import lever_settings, plug_levers
 from underpar.build.model import build_model
 from underpar.core.runtime import Runtime
@@ -23,10 +24,10 @@ from underpar.quant.rounding import round_tensor
 from underpar.quant.schemes import dequantize, parse_scheme
 from underpar.recipe import load_recipe
 from underpar.schema import ModelSpec
-from underpar.train import step as step_module
 from underpar.train.step import accumulate, sum_penalties
 
 CPU = torch.device("cpu")
+ALONE = Runtime(CPU)
 DRAWN = [f"blocks.{layer}.attn.{part}.weight" for layer in (7, 8, 9, 10) for part in "qk"]
 
 
@@ -164,11 +165,10 @@ def batches_of(rank: int, world: int) -> Iterator[Batch]:
 
 
 def gradients_of(
-    model: GPT, rank: int = 0, world: int = 1, penalty: Any = None
+    model: GPT, runtime: Runtime = ALONE, penalty: Any = None
 ) -> tuple[float, dict[str, Tensor]]:
     model.zero_grad()
-    runtime = Runtime(CPU, rank, world)
-    loss = accumulate(model, batches_of(rank, world), 4, runtime, EAGER, penalty)
+    loss = accumulate(model, batches_of(runtime.rank, runtime.world), 4, runtime, EAGER, penalty)
     grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     return float(loss), grads
 
@@ -193,16 +193,13 @@ def test_a_penalty_joins_the_gradient_and_not_the_loss(model: GPT) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_ranks_count_a_penalty_once(
-    model: GPT, world: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_count_a_penalty_once(model: GPT, world: int) -> None:
     def penalty() -> Tensor | None:
         return sum_penalties([Constant(2.0)], model, 0, 0.5)
 
     _, expected = gradients_of(model, penalty=penalty)
     # The sum over ranks, taken here by hand.
-    monkeypatch.setattr(step_module, "sum_over_ranks", lambda tensors, runtime: None)
-    parts = [gradients_of(model, rank, world, penalty)[1] for rank in range(world)]
+    parts = [gradients_of(model, unheard(rank, world), penalty)[1] for rank in range(world)]
     summed = {name: torch.stack([part[name] for part in parts]).sum(0) for name in expected}
     torch.testing.assert_close(summed, expected)
 

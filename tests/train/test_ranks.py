@@ -121,8 +121,8 @@ def test_ranks_share_one_global_batch(num_ranks: int, tiny_data: Path) -> None:
         batches = feed.at(3)
         shares += [next(batches) for _ in range(8 // num_ranks)]
         feed.close()
-    found, wanted = (sorted(b.inputs.tolist() for b in batches) for batches in (shares, whole))
-    assert found == wanted
+    actual, wanted = (sorted(b.inputs.tolist() for b in batches) for batches in (shares, whole))
+    assert actual == wanted
 
 
 def test_two_ranks_train_like_one(alone: RunFolder, pair: RunFolder) -> None:
@@ -135,8 +135,8 @@ def test_two_ranks_calibrate_like_one(alone: RunFolder, pair: RunFolder) -> None
     assert one.calibration.num_tokens == two.calibration.num_tokens == 4 * 2048
     assert one.fisher.num_tokens == two.fisher.num_tokens == 2 * 2048
     for name, hessian in one.calibration.hessians.items():
-        found = two.calibration.hessians[name]
-        assert (found - hessian).norm() < 1e-3 * hessian.norm(), name
+        summed = two.calibration.hessians[name]
+        assert (summed - hessian).norm() < 1e-3 * hessian.norm(), name
         # A label that is drawn otherwise changes a little.
         assert torch.allclose(two.fisher.outputs[name], one.fisher.outputs[name], rtol=0.05)
 
@@ -259,12 +259,12 @@ def train_and_meet_situations(data: Path, folder: Path) -> None:
 
 
 def meet_situations(data: Path, folder: Path, runtime: Runtime) -> dict[str, Any]:
-    own, own_file = torch.full((2,), float(runtime.rank)), folder / f"only-{runtime.rank}"
+    share, own_file = torch.full((2,), float(runtime.rank)), folder / f"only-{runtime.rank}"
     if not runtime.is_main:
         own_file.touch()
     return {
-        "asked": ask_main(lambda: own, runtime).tolist(),
-        "gathered": gather_shares(own[None], runtime).tolist(),
+        "asked": ask_main(lambda: share, runtime).tolist(),
+        "gathered": gather_shares(share[None], runtime).tolist(),
         "failed": error_of(lambda: ask_main(fill_disk, runtime)),
         "differing": error_of(lambda: require_same(f"data {runtime.rank}", runtime)),
         "misplaced": error_of(lambda: require_on_main(own_file, runtime)),

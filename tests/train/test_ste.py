@@ -14,6 +14,7 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch.func import functional_call
 
 from lever_stacks import batch_of
+from thread_ranks import unheard
 from underpar.build.levers import lever_settings, plug_levers, resolve_levers
 from underpar.build.model import build_model
 from underpar.compile import regions as compiled
@@ -33,7 +34,6 @@ from underpar.quant.schemes import dequantize, parse_scheme
 from underpar.recipe import Recipe, load_recipe
 from underpar.schema import ModelSpec
 from underpar.stages.train import make_trainer
-from underpar.train import step as step_module
 from underpar.train.loop import Trainer
 from underpar.train.step import accumulate, mean_loss
 
@@ -152,17 +152,16 @@ def batches_of(rank: int, world: int) -> Iterator[Batch]:
     return iter(made[rank::world])
 
 
-def test_ranks_add_up_to_the_gradients_of_one(model: GPT, monkeypatch: pytest.MonkeyPatch) -> None:
-    def gradients(rank: int, world: int) -> dict[str, Tensor]:
+def test_ranks_add_up_to_the_gradients_of_one(model: GPT) -> None:
+    def gradients(runtime: Runtime) -> dict[str, Tensor]:
         model.zero_grad()
         with plug(ALWAYS, model.spec).fake_quantize(model.state_dict(), 0.0):
-            accumulate(model, batches_of(rank, world), 4, Runtime(CPU, rank, world))
+            accumulate(model, batches_of(runtime.rank, runtime.world), 4, runtime)
         return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
-    expected = gradients(0, 1)
+    expected = gradients(Runtime(CPU))
     # The sum over ranks, taken here by hand.
-    monkeypatch.setattr(step_module, "sum_over_ranks", lambda tensors, runtime: None)
-    parts = [gradients(rank, 2) for rank in range(2)]
+    parts = [gradients(unheard(rank, 2)) for rank in range(2)]
     summed = {name: parts[0][name] + parts[1][name] for name in expected}
     torch.testing.assert_close(summed, expected)
 
@@ -297,7 +296,7 @@ def test_penalties_read_the_true_weights(tiny_data: Path, tmp_path: Path) -> Non
     trainer.runner = Watched()
     assert not trainer.run(lambda line: True)
     assert len(seen) == 1 and torch.equal(seen[0], true)
-    assert len(passes) == 2 and not any(torch.equal(found, true) for found in passes)
+    assert len(passes) == 2 and not any(torch.equal(passed, true) for passed in passes)
 
 
 def test_with_loops_and_other_levers_it_trains(tiny_data: Path, tmp_path: Path) -> None:
@@ -319,7 +318,7 @@ def test_compiled_it_acts_without_another_graph(
         graphs.append(graph)
         return aot_eager(graph, inputs)
 
-    monkeypatch.setattr(compiled, "_inductor", compiler)
+    monkeypatch.setattr(compiled, "inductor", compiler)
     torch._dynamo.reset()
     lever = plug(Settings(start=0.5, bits=3, sigmas=3.0), model.spec)
     nn.init.normal_(model.get_parameter("blocks.0.attn.o.weight"), std=0.1)
@@ -351,8 +350,8 @@ def test_two_ranks_train_like_one(late: Trainer, tiny_data: Path, tmp_path: Path
     out = ["--data", str(tiny_data), "--out", str(tmp_path), "--device", "cpu", "--json"]
     command = ["-m", "underpar", "train", "baseline+cpu", *out, *sets]
     subprocess.run([*launcher, *command], check=True, capture_output=True)
-    found = [line["loss"] for line in RunFolder(tmp_path).metrics()]
-    assert found == pytest.approx(losses(late), abs=1e-4)
+    logged = [line["loss"] for line in RunFolder(tmp_path).metrics()]
+    assert logged == pytest.approx(losses(late), abs=1e-4)
 
 
 @pytest.mark.parametrize(

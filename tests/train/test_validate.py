@@ -65,12 +65,12 @@ def test_live_and_averaged_weights_cost_what_score_says(
     recipe: Recipe, shard: Shard, runtime: Runtime
 ) -> None:
     live, average = (model_of(recipe, seed) for seed in (0, 1))
-    found = validator_of(recipe, shard, runtime).run(live, average.state_dict())
-    for model, bpb in ((live, found.live_bpb), (average, found.average_bpb)):
+    validation = validator_of(recipe, shard, runtime).run(live, average.state_dict())
+    for model, bpb in ((live, validation.live_bpb), (average, validation.average_bpb)):
         expected, num_bytes, num_targets = scored(model, shard, runtime)
         assert bpb == pytest.approx(expected, rel=1e-6)
-        assert (found.num_bytes, found.num_targets) == (num_bytes, num_targets)
-    assert found.live_bpb != pytest.approx(found.average_bpb, rel=1e-3)
+        assert (validation.num_bytes, validation.num_targets) == (num_bytes, num_targets)
+    assert validation.live_bpb != pytest.approx(validation.average_bpb, rel=1e-3)
     assert validator_of(recipe, shard, runtime).run(live, None).average_bpb is None
 
 
@@ -80,10 +80,10 @@ def test_mode_and_visits_of_training_would_cost_something_else(
     mode: bool, progress: float, recipe: Recipe, shard: Shard, runtime: Runtime
 ) -> None:
     model, validator = model_of(recipe, 0), validator_of(recipe, shard, runtime)
-    found = validator.run(model, None)
+    validation = validator.run(model, None)
     model.train(mode).set_progress(progress)
-    nats = float(validator._price(model).sum()) / found.num_targets
-    assert nats != pytest.approx(found.live_nats, rel=5e-6)
+    nats = float(validator._price(model).sum()) / validation.num_targets
+    assert nats != pytest.approx(validation.live_nats, rel=5e-6)
 
 
 def test_a_uniform_model_costs_log_v_a_target(
@@ -91,10 +91,12 @@ def test_a_uniform_model_costs_log_v_a_target(
 ) -> None:
     model = build_model(recipe)
     torch.nn.init.zeros_(model.embedding.weight)
-    found = validator_of(recipe, shard, runtime).run(model, None)
-    assert found.live_nats == pytest.approx(math.log(512), rel=1e-6)
-    assert found.num_targets == shard.num_tokens - 1
-    assert found.live_bpb == pytest.approx(9 * found.num_targets / shard.num_bytes, rel=1e-6)
+    validation = validator_of(recipe, shard, runtime).run(model, None)
+    assert validation.live_nats == pytest.approx(math.log(512), rel=1e-6)
+    assert validation.num_targets == shard.num_tokens - 1
+    assert validation.live_bpb == pytest.approx(
+        9 * validation.num_targets / shard.num_bytes, rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("tokens", [1, 700, 10**6])
@@ -144,7 +146,7 @@ def test_the_model_comes_back_as_it_was(
     model, average = model_of(recipe, 0), model_of(recipe, 1).state_dict()
     model.blocks[0].eval()
     about, values = state_of(model)
-    given = {name: weight.clone() for name, weight in average.items()}
+    before = {name: weight.clone() for name, weight in average.items()}
     random = torch.get_rng_state()
     validator = validator_of(recipe, shard, runtime)
     if breaks:
@@ -163,7 +165,7 @@ def test_the_model_comes_back_as_it_was(
     about_again, values_again = state_of(model)
     assert about_again == about and torch.is_grad_enabled()
     assert all(torch.equal(a, b) for a, b in zip(values, values_again, strict=True))
-    assert all(torch.equal(weight, average[name]) for name, weight in given.items())
+    assert all(torch.equal(weight, average[name]) for name, weight in before.items())
     assert torch.equal(torch.get_rng_state(), random)
 
 
@@ -178,8 +180,8 @@ def test_weights_of_another_model_are_refused(
 
 
 def test_plain_values() -> None:
-    found = Validation(math.log(2), None, num_bytes=50, num_targets=100, seconds=0.5)
-    assert found.as_dict() == {
+    validation = Validation(math.log(2), None, num_bytes=50, num_targets=100, seconds=0.5)
+    assert validation.as_dict() == {
         "live_bpb": pytest.approx(2.0),
         "average_bpb": None,
         "live_nats": math.log(2),
@@ -188,7 +190,7 @@ def test_plain_values() -> None:
         "num_targets": 100,
         "validation_seconds": 0.5,
     }
-    averaged = replace(found, average_nats=2 * math.log(2))
+    averaged = replace(validation, average_nats=2 * math.log(2))
     assert averaged.average_bpb == pytest.approx(4.0)
 
 

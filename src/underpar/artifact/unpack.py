@@ -91,13 +91,13 @@ class LazyArtifact:
         self.rows = self.header.rows
         if bool(self._tokenizer) == self.names_tokenizer:
             raise ArtifactError("artifact has to hold its tokenizer or to name it, not both")
-        own = {(row.name, 0): row.coding.num_bytes for row in self.rows.values()}
+        whole = {(row.name, 0): row.coding.num_bytes for row in self.rows.values()}
         factors = {
             (row.name, side): factor.coding.num_bytes
             for row in self.rows.values()
             for side, factor in enumerate(row.factors, 1)
         }
-        self._streams = _cut(codes, own) | _cut(corrections, factors)
+        self._streams = _cut(codes, whole) | _cut(corrections, factors)
 
     @property
     def names_tokenizer(self) -> bool:

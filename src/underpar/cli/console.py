@@ -62,7 +62,7 @@ def show_pairs(title: str, pairs: Mapping[str, object]) -> None:
 
 
 class Bar:
-    """A task as a progress bar, with a changing remark behind it."""
+    """A task as a progress bar, with a remark after it that changes."""
 
     def __init__(self, bars: rich.progress.Progress, name: str, total: float) -> None:
         self._bars = bars

@@ -52,8 +52,9 @@ class CompiledRun(Eager, ABC):
 
     fused = True
 
-    def __init__(self) -> None:
-        self._sharing = Sharing(_inductor)
+    def __init__(self, sharing: Sharing | None = None) -> None:
+        """`sharing` compiles the graphs; by default with torch's Inductor."""
+        self._sharing = sharing or Sharing(inductor)
         self._regions: dict[Callable[..., Any], Callable[..., Any]] = {}
 
     @property
@@ -88,8 +89,8 @@ class TracedRun(CompiledRun):
     graph of the visit itself.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, sharing: Sharing | None = None) -> None:
+        super().__init__(sharing)
         # Of the network in this pass: part of what a graph is found by.
         self._settings: Hashable = None
 
@@ -167,8 +168,8 @@ def another_object(x: Tensor) -> Tensor:
 class DynamoRun(CompiledRun):
     """For passes whose cache is more than a pack. Dynamo traces them; a graph break is an error."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, sharing: Sharing | None = None) -> None:
+        super().__init__(sharing)
         # Not every version of torch has all of them.
         config = torch._dynamo.config
         self._config = config.patch({k: v for k, v in DYNAMO.items() if hasattr(config, k)})
@@ -192,8 +193,8 @@ class DynamoRun(CompiledRun):
 class DynamoVisits(DynamoRun):
     """Whole visits as regions; the number of tokens differs from pass to pass."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, sharing: Sharing | None = None) -> None:
+        super().__init__(sharing)
         # Functions of this object: Dynamo keeps traces by function, and two runners share none.
         self._embed = self._compile(lambda network, *args: network.embed(*args))
         self._visit = self._compile(_visit)
@@ -237,8 +238,8 @@ class DynamoBranches(DynamoRun):
     Fewer and smaller graphs, which compile in half the time; less is fused.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, sharing: Sharing | None = None) -> None:
+        super().__init__(sharing)
         # Functions of this object, as above.
         self._attention = self._compile(lambda block, *args: block.attend(*args))
         self._mlp = self._compile(lambda block, *args: block.mlp_branch(*args))
@@ -272,7 +273,8 @@ def mark_sized(*tensors: Tensor | None) -> None:
             torch._dynamo.mark_dynamic(tensor, 0)
 
 
-def _inductor(graph: fx.GraphModule, inputs: list[Any]) -> Any:
+def inductor(graph: fx.GraphModule, inputs: list[Any]) -> Any:
+    """Compile a graph with torch's Inductor."""
     from torch._inductor import list_options
     from torch._inductor.compile_fx import compile_fx
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -65,17 +65,21 @@ def _meet(store: dist.Store, rank: int, world: int) -> str:
     135712). So each process signs in under a new random name, and all wait until they have read
     the same list of names.
     """
-    own, deadline = uuid.uuid4().hex, time.monotonic() + TIMEOUT.total_seconds()
-    store.set(f"name/{rank}", own)
+    name, deadline = uuid.uuid4().hex, time.monotonic() + TIMEOUT.total_seconds()
+    store.set(f"name/{rank}", name)
     while time.monotonic() < deadline:
         names = [store.get(f"name/{other}").decode() for other in range(world)]
         start = " ".join(names)
-        store.set(f"start/{own}", start)
-        signed = [f"start/{name}" for name in names]
+        store.set(f"start/{name}", start)
+        signed = [f"start/{other}" for other in names]
         if store.check(signed) and all(store.get(key).decode() == start for key in signed):
             return names[0]
         time.sleep(0.05)
     raise RuntimeError(f"not all of {world} ranks came within {TIMEOUT}")
+
+
+def _transport(runtime: Runtime) -> Any:
+    return runtime.transport or dist
 
 
 @contextmanager
@@ -108,7 +112,7 @@ def _reduce(parts: list[Tensor], runtime: Runtime, how: dist.ReduceOp.RedOpType)
         return
     flat = torch.cat([t.reshape(-1) for t in parts])
     with _needs_all(runtime):
-        dist.all_reduce(flat, how)
+        _transport(runtime).all_reduce(flat, how)
     for tensor, total in zip(parts, flat.split([t.numel() for t in parts]), strict=True):
         tensor.copy_(total.view_as(tensor))
 
@@ -123,7 +127,7 @@ def gather_shares(share: Tensor, runtime: Runtime) -> Tensor:
         return share
     whole = share.new_empty(runtime.world * len(share), *share.shape[1:])
     with _needs_all(runtime):
-        dist.all_gather(list(whole.chunk(runtime.world)), share.contiguous())
+        _transport(runtime).all_gather(list(whole.chunk(runtime.world)), share.contiguous())
     return whole
 
 
@@ -133,7 +137,7 @@ def from_main(value: float, runtime: Runtime) -> float:
         return value
     box = torch.tensor([value], dtype=torch.float64)
     with _needs_all(runtime):
-        dist.broadcast(box, src=0)
+        _transport(runtime).broadcast(box, src=0)
     if math.isnan(box.item()) and not runtime.is_main:
         raise RunError(f"rank {runtime.rank} stops: the main rank failed, and says why")
     return float(box.item())
@@ -161,7 +165,7 @@ def ask_main(work: Callable[[], T], runtime: Runtime) -> T:
         box[0] = work() if runtime.is_main else None
     from_main(0.0, runtime)
     with _needs_all(runtime):
-        dist.broadcast_object_list(box, src=0)
+        _transport(runtime).broadcast_object_list(box, src=0)
     return box[0]  # type: ignore[return-value]
 
 
@@ -171,7 +175,7 @@ def gather_objects(value: object, runtime: Runtime) -> list[object]:
         return [value]
     values: list[object] = [None] * runtime.world
     with _needs_all(runtime):
-        dist.all_gather_object(values, value)
+        _transport(runtime).all_gather_object(values, value)
     return values
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from underpar.errors import UnderparError
 
@@ -79,6 +79,9 @@ class Runtime:
     compiled: bool = False
     # The precision of matrix products; by default bf16 on a CUDA GPU, and fp32 elsewhere.
     precision: torch.dtype | None = None
+    # What carries messages between ranks: an object with the collectives that `core/dist.py` calls.
+    # None is torch.distributed.
+    transport: Any = None
 
     @property
     def is_main(self) -> bool:

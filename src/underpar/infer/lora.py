@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from underpar.compile.updates import compile_in_place
-from underpar.model.gpt import GPT
+from underpar.model.network import Network
 from underpar.recipe import ModelSpec, require
 from underpar.seams import Visit
 
@@ -107,7 +107,7 @@ class Layout:
         }
 
 
-def _layout_of(model: GPT, settings: LoraSettings) -> Layout:
+def _layout_of(model: Network, settings: LoraSettings) -> Layout:
     spec = model.spec
     keys: list[AdapterKey] = [
         (site, visit.slot) for visit in model.plan for site in settings.sites if site != "head"
@@ -129,7 +129,7 @@ class Lora:
 
     def __init__(
         self,
-        model: GPT,
+        model: Network,
         settings: LoraSettings,
         lanes: Sequence[int],
         device: torch.device | str,

@@ -26,9 +26,8 @@ from torch import Tensor
 from underpar.data.batch import Batch
 from underpar.errors import RuleError
 from underpar.infer.sgd import backward, gradients_on
-from underpar.model.gpt import GPT
 from underpar.model.kv_cache import LaneCache, PackedCache
-from underpar.model.network import ROWS, products
+from underpar.model.network import ROWS, Network, products
 from underpar.seams import Adapter, KVCache
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def log_probs_of(
-    model: GPT, hidden: Tensor, wanted: Tensor | None = None, fused: bool = False
+    model: Network, hidden: Tensor, wanted: Tensor | None = None, fused: bool = False
 ) -> Tensor:
     """Log-probabilities in nats after hidden states (N, dim): the one place that computes them.
 
@@ -60,7 +59,7 @@ class Predictor:
 
     def __init__(
         self,
-        model: GPT,
+        model: Network,
         device: torch.device,
         adapters: list[Adapter],
         dtype: torch.dtype = torch.float32,
@@ -106,7 +105,7 @@ class Predictor:
 
     def price_step(
         self,
-        forward: Callable[[GPT, StepInputs, KVCache], StepOutputs],
+        forward: Callable[[Network, StepInputs, KVCache], StepOutputs],
         inputs: StepInputs,
         cache: KVCache,
     ) -> StepOutputs:
@@ -185,7 +184,9 @@ def _under(prefix: str, state: Mapping[str, Tensor], device: torch.device) -> di
 class Stepper:
     """One token per lane in, the distribution of the next token per lane out."""
 
-    def __init__(self, model: GPT, cache: LaneCache, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, model: Network, cache: LaneCache, dtype: torch.dtype = torch.float32
+    ) -> None:
         self._model = model
         self._cache = cache
         self._dtype = dtype

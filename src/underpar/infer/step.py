@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from underpar.infer.predictor import log_probs_of
-from underpar.model.gpt import GPT
+from underpar.model.network import Network
 from underpar.seams import KVCache
 
 
@@ -37,14 +37,14 @@ class StepInputs:
 StepOutputs = tuple[Tensor, Tensor]
 
 
-def forward_step(model: GPT, inputs: StepInputs, cache: KVCache) -> StepOutputs:
+def forward_step(model: Network, inputs: StepInputs, cache: KVCache) -> StepOutputs:
     """The forward pass of one step, eager."""
     hidden = model.hidden(inputs.tokens, cache)
     return outputs_of(model, hidden, inputs.rows, inputs.wanted, inputs.weights)
 
 
 def outputs_of(
-    model: GPT,
+    model: Network,
     hidden: Tensor,
     rows: Tensor | None,
     wanted: Tensor,

@@ -1,1 +1,1 @@
-"""Operators with a plain reference each; faster backends stand beside it and must equal it."""
+"""Operators. A plain reference defines each one; faster backends must equal it."""

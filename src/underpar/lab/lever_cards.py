@@ -157,15 +157,15 @@ def read_effects(
     name: str, effects: Traversable = EFFECTS, ablation: Traversable = ABLATION
 ) -> tuple[Effect, ...]:
     """Everything that was measured of a lever: its row of the ablation first, then the log's."""
-    found: list[Effect] = []
+    measured: list[Effect] = []
     if ablation.is_file():
         result = json.loads(ablation.read_text())
         rows = [row for row in result["levers"] if row["lever"] == name]
-        found += [_ablation_effect(row, result) for row in rows]
+        measured += [_ablation_effect(row, result) for row in rows]
     if effects.is_file():
         entries = tomllib.loads(effects.read_text()).get(name, [])
-        found += [_effect(entry) for entry in entries]
-    return tuple(found)
+        measured += [_effect(entry) for entry in entries]
+    return tuple(measured)
 
 
 def measured_text(effects: Sequence[Effect]) -> str:

@@ -102,7 +102,7 @@ def to_markdown(cards: Sequence[LeverCard], ablation: Traversable = ABLATION) ->
     """The document: a table of all levers, a guide, what was measured, a section per lever."""
     spec, plain = ModelSpec(), cost_of(())
     effects = {card.name: read_effects(card.name) for card in cards}
-    lost = [name for name, found in effects.items() if lost_mark(found)]
+    lost = [name for name, listed in effects.items() if lost_mark(listed)]
     guide = GUIDE.format(
         num_layers=spec.num_layers,
         dim=spec.dim,

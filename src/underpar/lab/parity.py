@@ -20,6 +20,7 @@ from typing import Any
 from underpar.build.levers import resolve_levers
 from underpar.core.progress import SILENT, Progress
 from underpar.core.run_folder import RunFolder, write_json
+from underpar.core.runtime import open_runtime
 from underpar.errors import BenchError, RunError
 from underpar.lab.runs import Job, Launch, launcher, read_conditions, read_tail, run_jobs
 from underpar.recipe import load_recipe
@@ -61,7 +62,7 @@ class Request:
             raise BenchError(f"{self.num_steps} steps have no last quarter; use at least 4")
         most = max(variant.num_micro_batches for variant in VARIANTS.values())
         if self.batch_tokens < 1 or self.batch_tokens % most:
-            raise BenchError(f"{self.batch_tokens} tokens a step: expected a multiple of {most}")
+            raise BenchError(f"{self.batch_tokens} tokens per step: expected a multiple of {most}")
 
 
 def run_parity(
@@ -71,7 +72,10 @@ def run_parity(
 
     It holds losses, their differences and the verdict. `launch` replaces the processes that train.
     """
-    launch = launch or launcher(request.recipe, request.data, request.out, request.device)
+    if launch is None:
+        # Refuses a device that is not there, before any folder is made.
+        open_runtime(request.device)
+        launch = launcher(request.recipe, request.data, request.out, request.device)
     jobs = [make_job(request, name) for name in VARIANTS]
     for job in jobs:
         _claim(request, job)

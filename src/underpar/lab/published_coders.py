@@ -80,15 +80,15 @@ class Compressor:
 def find_compressor(path: Path | None = None) -> Compressor:
     """The program at `path`; without a path lrzip as published, or else zpaq."""
     if path is not None:
-        if not (found := shutil.which(path)):
+        if not (program := shutil.which(path)):
             raise BenchError(f"{path} is not a program; --zpaq names one that reads standard input")
-        return Compressor(path.name, (found,))
-    if found := shutil.which("lrzip"):
+        return Compressor(path.name, (program,))
+    if program := shutil.which("lrzip"):
         # One thread: with more, the file would depend on the number of cores.
-        words = (found, "-q", "-z", "-L", "9", "-p", "1", "-o", "OUT", "IN")
+        words = (program, "-q", "-z", "-L", "9", "-p", "1", "-o", "OUT", "IN")
         return Compressor("lrzip -z -L 9", words)
-    if found := shutil.which("zpaq"):
-        return Compressor("zpaq -method 5", (found, "add", "OUT", "IN", "-method", "5"))
+    if program := shutil.which("zpaq"):
+        return Compressor("zpaq -method 5", (program, "add", "OUT", "IN", "-method", "5"))
     raise BenchError(
         "neither lrzip nor zpaq is on the PATH; install one, or name a program that compresses its "
         "standard input with --zpaq"

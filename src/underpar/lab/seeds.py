@@ -152,7 +152,7 @@ def _speeds(lines: Sequence[Fields]) -> dict[Kind, float]:
         kind = (context, float(f"{flops / 1e6:.4g}"))
         groups.setdefault(kind, []).append(line.number("tokens_per_second"))
     # A line that spans a change of kind forms a kind of its own, with too few lines.
-    return {kind: median(found) for kind, found in groups.items() if len(found) >= FEWEST_LINES}
+    return {kind: median(speeds) for kind, speeds in groups.items() if len(speeds) >= FEWEST_LINES}
 
 
 def require_one_recipe(results: Sequence[Result]) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from underpar.core.runtime import Runtime
-    from underpar.model.gpt import GPT
+    from underpar.model.network import Network
 
 STAGE = "infer"
 
@@ -81,7 +81,7 @@ class PhasedSGD:
         return tuple(sorted({end for end in ends if end}))
 
     def train(
-        self, model: GPT, documents: Sequence[npt.NDArray[Any]], context: int, runtime: Runtime
+        self, model: Network, documents: Sequence[npt.NDArray[Any]], context: int, runtime: Runtime
     ) -> int:
         """One pass over documents that begin with BOS; returns the number of steps.
 

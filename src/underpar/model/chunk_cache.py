@@ -48,7 +48,7 @@ class ChunkCache:
     def begin(self, counts: Tensor, width: int, farthest: int) -> None:
         """Make ready for the next `counts` (L,) tokens of the lanes, each padded to `width`.
 
-        `farthest` is the largest length, in tokens, that a lane which reads has behind them.
+        `farthest` is the largest length, in tokens, that a lane has read before.
         """
         assert width > 0 and 0 < farthest <= self.context
         self.forget()
@@ -123,13 +123,13 @@ class ChunkCache:
         for slot, cache in other._slots.items():
             self._cache(slot, cache[0, 0])[:, lanes, : other.room] = cache
         for name, last in other._last.items():
-            own = self._last.setdefault(name, last.new_zeros(len(self._lanes), *last.shape[1:]))
-            own[lanes] = last
+            rows = self._last.setdefault(name, last.new_zeros(len(self._lanes), *last.shape[1:]))
+            rows[lanes] = last
 
     def state(self) -> dict[str, Any]:
         """Everything that was read, between two steps. The tensors are live, not copies."""
-        own = {"lengths": self.lengths, "room": self.room}
-        return {**own, "slots": self._slots, "last": self._last}
+        numbers = {"lengths": self.lengths, "room": self.room}
+        return {**numbers, "slots": self._slots, "last": self._last}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue from a state of as many lanes or fewer. Tensors keep their addresses."""

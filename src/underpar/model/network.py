@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from underpar.model.hooks import Hooks
 from underpar.schema import ModelSpec
 from underpar.seams import KVCache, Stream, Visit
 
@@ -70,6 +71,8 @@ class Network(nn.Module, ABC):
     spec: ModelSpec
     plan: tuple[Visit, ...]
     """The visits of one forward pass, in order."""
+    hooks: Hooks
+    """What levers do in the forward pass. Adapters add theirs with `hooks.change`."""
 
     @abstractmethod
     def set_progress(self, p: float) -> None:

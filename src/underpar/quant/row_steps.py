@@ -1,4 +1,4 @@
-"""Steps by row: the rule of intB, intB:k and ternary:G, for the packer and for all who imitate it.
+"""Steps by row: the rule of intB, intB:k and ternary:G, for the packer and what imitates it.
 
 The packer works on numpy arrays. The forecast of the size (`artifact.size_while_training`) and
 fake quantization (`levers.ste`) work on tensors, on their device. Their sums may differ in the last

@@ -32,7 +32,7 @@ FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 @dataclass(frozen=True)
 class Line:
-    """A curve. A faint one lies behind the others, and its outliers do not change the scale."""
+    """A curve. A faint curve is drawn first, and its outliers do not change the scale."""
 
     points: Sequence[Point]
     color: int = 0

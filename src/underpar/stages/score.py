@@ -63,7 +63,7 @@ def score_artifact(
     changes: Sequence[str] = (),
     progress: Progress = SILENT,
 ) -> Scored:
-    """Score an artifact on the held-out documents; the result lies beside the artifact.
+    """Score an artifact on the held-out documents; the result is a file beside the artifact.
 
     A score that was stopped continues. A signal raises `Stopped` after the state is saved.
     `changes` are settings of the method's levers, as in "levers.lora_ttt.rank=40".
@@ -107,7 +107,7 @@ def score_artifact(
 
 
 def _scores_of(folder: RunFolder, artifact_sha256: str) -> list[Score]:
-    """The scores of an artifact that lie beside it."""
+    """The score files beside an artifact."""
     trees = [folder.read_json(path) for path in folder.score_files()]
     ours = [tree for tree in trees if tree.get("artifact_sha256") == artifact_sha256]
     return [score_from_dict(tree) for tree in ours]

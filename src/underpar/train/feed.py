@@ -11,10 +11,11 @@ from underpar.data.loader import Loader, micros_of_rank, prefetch
 
 
 class Feed:
-    """Micro-batches of this rank in order; a change of context prepares them anew.
+    """The micro-batches of this rank, in order.
 
-    Batches are a function of their place, so nothing is skipped or seen twice at a change: the same
-    tokens come, cut at another length (the published loader drops the batches it had prepared).
+    When the context changes, the prepared batches are dropped and prepared again from the same
+    tokens, cut at the new length. A batch is a function of its place, so no token is skipped or
+    read twice. The published loader loses the batches that it had prepared.
     """
 
     def __init__(self, loader: Loader, runtime: Runtime) -> None:
@@ -36,6 +37,6 @@ class Feed:
     def close(self) -> None:
         """Stop preparing."""
         if self._batches is not None:
-            # A generator: its thread ends with it.
+            # The batches come from a generator; closing it ends its thread.
             self._batches.close()  # type: ignore[attr-defined]
             self._batches = None

@@ -1,4 +1,4 @@
-"""Reasons to end a run early: a loss that broke, or a run that falls behind another one."""
+"""Ends a run early: if its loss breaks, or if it falls behind a reference run."""
 
 from __future__ import annotations
 
@@ -18,37 +18,39 @@ from underpar.data.batch import Batch, Segments
 from underpar.data.loader import Loader
 from underpar.errors import RunError
 
-# Losses whose median is the usual loss; below so many nothing is usual yet.
+# The usual loss is the median of the last WINDOW_LOSSES. Below FEWEST_LOSSES no loss is usual.
 WINDOW_LOSSES = 50
 FEWEST_LOSSES = 10
-# Before this step losses fall by nats, and rise by nats in step 2.
+# No rise counts as a break up to this step: the loss falls by nats, and rises by nats in step 2.
 SETTLED_STEP = 100
 
-# Progress over which two runs are compared, where that begins, and how many losses it takes.
+# Two runs are compared over the last WINDOW_SHARE of progress, from FIRST_SHARE of the run on, if
+# each has at least FEWEST_POINTS losses there.
 WINDOW_SHARE = 0.1
 FIRST_SHARE = 0.3
 FEWEST_POINTS = 5
 
-# Step and micro-batch, as the loader counts them, from 0.
+# Keys are step and micro-batch, which the loader counts from 0.
 Batches = Mapping[tuple[int, int], Batch]
 BATCH_FIELDS = ("inputs", "targets", "cu", "positions", "limits")
 
 
 class Guard:
-    """Tells a broken loss, in nats a token, from a noisy one. Steps count from 1, as logged."""
+    """Tells a broken loss from a noisy one, in nats per token. Steps count from 1, as logged."""
 
     def __init__(self, vocab_size: int, explosion: float = 3.0) -> None:
         self.explosion = explosion
-        # Who knows nothing pays ln V; the spike of step 2 that every published run survives is
-        # 1.44 ln V (9.0 to 12.9 nats, PR 2014).
+        # A model that knows nothing has a loss of ln V. Every published run survives a spike in
+        # step 2 of up to 1.44 ln V (9.0 to 12.9 nats, PR 2014).
         self.ceiling = 2 * math.log(vocab_size)
         self.healthy_step = 0
         self._recent: deque[float] = deque(maxlen=WINDOW_LOSSES)
 
     def check(self, step: int, loss: float) -> str | None:
-        """Why the loss of this step should end the run; None where it should not.
+        """Why the loss of this step should end the run; None if training may go on.
 
-        It may be asked twice about a step: once to log it, once to save what it left.
+        The loop asks twice about some steps: before it logs the step, and before it saves a
+        checkpoint. The second answer for a healthy step is None as well.
         """
         if step == self.healthy_step:
             return None
@@ -59,16 +61,17 @@ class Guard:
         return reason
 
     def suspects(self, step: int) -> range:
-        """The loader's steps that may have broken the loss of `step`.
+        """The loader's steps whose batches may have broken the loss of `step`.
 
-        A step's loss is that of the weights before its update, so the last healthy step is one.
+        The loss of a step is computed before its update, so the update of the last healthy step
+        may be the cause.
         """
         return range(max(0, self.healthy_step - 1), step)
 
     def save_failure(
         self, path: Path, loader: Loader, step: int, reason: str, context: int | None = None
     ) -> RunError:
-        """Save the suspects, cut at `context` or as planned; returns what to tell the user."""
+        """Save the suspects, cut at `context` or as planned. Returns the error to raise."""
         micros = range(loader.num_micro_batches)
         places = ((s, m) for s in self.suspects(step) for m in micros)
         batches = {(s, m): loader.batch(s, m, context) for s, m in places}
@@ -93,7 +96,7 @@ class Guard:
 
 
 def save_batches(path: Path, batches: Batches, about: Mapping[str, object]) -> None:
-    """Micro-batches and a JSON-able description as one safetensors file, atomically."""
+    """Write micro-batches and a description (JSON) as one safetensors file, atomically."""
     tensors = {}
     for (step, micro), batch in batches.items():
         for name, tensor in zip(BATCH_FIELDS, _fields(batch), strict=True):
@@ -106,10 +109,10 @@ def read_batches(path: Path) -> tuple[dict[tuple[int, int], Batch], dict[str, ob
     tensors, about = read_tensors(path)
     try:
         places = {tuple(map(int, name.split("/")[:2])) for name in tensors}
-        found = {(step, micro): _batch(tensors, step, micro) for step, micro in sorted(places)}
+        batches = {(step, micro): _batch(tensors, step, micro) for step, micro in sorted(places)}
     except (KeyError, ValueError, RuntimeError) as error:
         raise RunError(f"{path} holds no batches of this version ({error})") from error
-    return found, about
+    return batches, about
 
 
 def _fields(batch: Batch) -> tuple[Tensor, ...]:
@@ -128,7 +131,7 @@ def _batch(tensors: Mapping[str, Tensor], step: int, micro: int) -> Batch:
 
 
 class Reference:
-    """The losses of another run, which this one should not fall behind."""
+    """The losses of another run, with which this run is compared."""
 
     def __init__(self, points: Iterable[tuple[float, float]], margin: float = 0.1) -> None:
         self.margin = margin
@@ -136,13 +139,13 @@ class Reference:
         self._ours = _Curve(())
 
     def add(self, progress: float, loss: float) -> None:
-        """A logged loss of this run, in nats a token."""
+        """Add a logged loss of this run, in nats per token."""
         self._ours.add(progress, loss)
 
     def gap(self) -> float | None:
-        """Nats by which the mean loss of this run's last tenth is above theirs; below 0: better.
+        """Mean loss of this run minus that of the other, in nats, over the last tenth of progress.
 
-        None before 0.3 of the run, and where one of the two logged too little.
+        Below 0 this run is better. None before 0.3 of the run, or if a run has too few losses.
         """
         end = self._ours.end
         ours, theirs = (c.mean(end - WINDOW_SHARE, end) for c in (self._ours, self._theirs))
@@ -151,7 +154,7 @@ class Reference:
         return ours - theirs
 
     def check(self, progress: float, loss: float) -> str | None:
-        """Add a logged loss; why the run should end, or None."""
+        """Add a logged loss; returns why the run should end, or None."""
         self.add(progress, loss)
         gap = self.gap()
         if gap is None or gap <= self.margin:
@@ -160,7 +163,7 @@ class Reference:
 
 
 class _Curve:
-    """Finite losses by progress, in rising order."""
+    """Finite losses, in the order of their progress."""
 
     def __init__(self, points: Iterable[tuple[float, float]]) -> None:
         self._progress: list[float] = []
@@ -175,7 +178,7 @@ class _Curve:
 
     def add(self, progress: float, loss: float) -> None:
         """Add a loss at the end."""
-        # Steps taken again after a kill replace those before it.
+        # A resumed run repeats steps: the repeated ones replace the earlier ones.
         keep = bisect_right(self._progress, progress)
         del self._progress[keep:], self._losses[keep:]
         if math.isfinite(loss):
@@ -183,7 +186,7 @@ class _Curve:
             self._losses.append(loss)
 
     def mean(self, begin: float, end: float) -> float | None:
-        """Mean loss after `begin` up to `end`; None where too few were logged."""
+        """Mean loss after `begin` and up to `end`; None if there are too few."""
         first, last = (bisect_right(self._progress, share) for share in (begin, end))
         losses = self._losses[first:last]
         return fmean(losses) if len(losses) >= FEWEST_POINTS else None

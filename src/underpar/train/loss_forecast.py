@@ -38,7 +38,7 @@ Point = tuple[float, float, float]
 
 
 class Forecast:
-    """Takes logged losses in nats a token; costs the same however many there were.
+    """Takes logged losses in nats per token; the cost does not grow with their number.
 
     `tokens_per_byte` of the training text turns their forecast into bits per byte of it.
     """
@@ -56,8 +56,8 @@ class Forecast:
         price = line.get("average_val_bpb", line.get("val_bpb"))
         if price is not None and math.isfinite(price) and line["progress"] > 0:
             self._prices.append((math.log(line["progress"]), price))
-        found = {"forecast_bpb": self.final_bpb(), "forecast_train_bpb": self.final_train_bpb()}
-        return {name: bpb for name, bpb in found.items() if bpb is not None}
+        forecasts = {"forecast_bpb": self.final_bpb(), "forecast_train_bpb": self.final_train_bpb()}
+        return {name: bpb for name, bpb in forecasts.items() if bpb is not None}
 
     def add(self, progress: float, loss: float) -> None:
         """A logged loss at this progress, from 0 to 1."""

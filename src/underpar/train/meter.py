@@ -1,4 +1,4 @@
-"""How fast a run is: tokens a second, the share of the device's peak, where the time goes."""
+"""How fast a run is: tokens per second, the share of the device's peak, where the time goes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from underpar.core.runtime import Clock
 from underpar.schema import ModelSpec
 from underpar.seams import Visit
 
-# Dense bf16 operations a second with fp32 sums, from the makers' data sheets. Words of the device's
-# name; all must be there, and the first line that fits counts.
+# Dense bf16 operations per second with fp32 sums, from the makers' data sheets. A line fits if the
+# device's name has all of its words; the first line that fits counts.
 PEAK_FLOPS = (
     ("H100 PCIE", 756e12),
     ("H100 NVL", 835e12),
@@ -35,12 +35,12 @@ PEAK_FLOPS = (
 
 
 def flops_per_token(spec: ModelSpec, plan: Sequence[Visit], context: float) -> float:
-    """Operations that training takes a token, forward and backward, head included.
+    """Floating-point operations of training per token, forward and backward, head included.
 
-    Each multiply-add of a matrix product counts two, and the backward pass twice the forward one
-    (PaLM, arXiv:2204.02311, appendix B), but a query only meets the keys before it. Pieces are
-    taken as full, `context` tokens long (their mean where they differ); what levers add is left
-    out, and so are the windows by which they shorten attention.
+    A multiply-add of a matrix product counts as two operations, and the backward pass as twice the
+    forward pass (PaLM, arXiv:2204.02311, appendix B). Unlike there, a query only counts the keys
+    before it. Every piece is taken to have `context` tokens; use the mean if lengths differ. The
+    operations and the attention windows of levers are left out.
     """
     kv_dim = spec.num_kv_heads * spec.head_dim
     weights = 2 * spec.dim * spec.dim + 2 * spec.dim * kv_dim + 2 * spec.dim * spec.mlp_dim
@@ -50,13 +50,13 @@ def flops_per_token(spec: ModelSpec, plan: Sequence[Visit], context: float) -> f
 
 
 def peak_of(name: str) -> float | None:
-    """Peak operations a second of a device by its name; None for one that is not in the table."""
+    """Peak operations per second of the device called `name`; None if the table lacks it."""
     words = set(name.upper().replace("-", " ").split())
     return next((peak for wanted, peak in PEAK_FLOPS if words >= set(wanted.split())), None)
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Peak bf16 operations a second of a device, where known."""
+    """Peak bf16 operations per second of a device; None if unknown."""
     if device.type != "cuda":
         return None
     return peak_of(torch.cuda.get_device_name(device))
@@ -75,9 +75,10 @@ class Meter:
         self._tokens, self._seconds = tokens, seconds
 
     def read(self, tokens: int, seconds: float, flops_per_token: float) -> dict[str, float]:
-        """Fields of a metrics line: speed since the last one, and seconds by phase of this start.
+        """Fields of a metrics line: speed since the last line, and seconds per phase of this start.
 
-        A GPU works behind the program, so its time shows in the phase that waits for it.
+        A GPU runs later than the program that launches its work, so its time counts in the phase
+        that waits for it.
         """
         speed = (tokens - self._tokens) / max(seconds - self._seconds, 1e-9)
         self.start(tokens, seconds)

@@ -29,21 +29,21 @@ COEFFICIENTS = {"polar": POLAR_EXPRESS, "classic": CLASSIC}
 
 
 def normalize_rows(updates: Tensor) -> Tensor:
-    """Each row of (B, rows, cols) over its length, or over 1e-7 where it is shorter."""
+    """Each row of (B, rows, cols) divided by its length, or by 1e-7 if the row is shorter."""
     norms = torch.linalg.vector_norm(updates, dim=-1, keepdim=True, dtype=torch.float32)
     return updates / norms.clamp_min(1e-7)
 
 
 def orthogonalize(updates: Tensor, coefficients: Sequence[Coefficients] = POLAR_EXPRESS) -> Tensor:
     """Push the singular values of each matrix of (B, rows, cols) towards 1; bf16 on a GPU."""
-    # bf16 where tensor cores want it; CPUs stay in fp32.
+    # bf16 is fast on a GPU; CPUs stay in fp32.
     x = updates.bfloat16() if updates.is_cuda else updates
     tall = x.size(-2) > x.size(-1)
     x = x.mT if tall else x
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for a, b, c in coefficients:
         gram = x @ x.mT
-        # b gram + c gram^2 and a x + (.) x: each one product that adds as it stores.
+        # b gram + c gram^2, then a x + (that) x: one fused product each.
         gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, gram, x, beta=a)
     return x.mT if tall else x
@@ -52,9 +52,9 @@ def orthogonalize(updates: Tensor, coefficients: Sequence[Coefficients] = POLAR_
 class Muon:
     """W <- (1 - lr decay) W - lr sqrt(max(1, rows/cols)) orthogonalize(nesterov momentum).
 
-    Every rank has the summed gradients, keeps all momenta and applies all updates, but
-    orthogonalizes only its share of each bank: slice `rank` of the bank, filled up with zeros to a
-    multiple of the ranks. A checkpoint of the main rank is thus a checkpoint of all of them.
+    Every rank has the summed gradients, keeps all momenta and applies all updates, but only
+    orthogonalizes its share of each bank: slice `rank` of the bank, which zeros fill up to a
+    multiple of the number of ranks. So the main rank's checkpoint serves all ranks.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Muon:
             torch._foreach_add_(weights, list(update.unbind()), alpha=-lr * scale)
 
     def _update(self, names: list[str], momentum: float) -> Tensor:
-        """Fold in a bank's gradients; its orthogonal updates (B, rows, cols), from all ranks."""
+        """Add the gradients of a bank to its momenta; returns its updates (B, rows, cols)."""
         grads = [g for name in names if (g := self._parameters[name].grad) is not None]
         assert len(grads) == len(names), "a matrix got no gradient"
         momenta = [self.momenta[name] for name in names]
@@ -97,8 +97,8 @@ class Muon:
         return gather_shares(orthogonalize(rows, self.coefficients), self.runtime)[: len(names)]
 
     def _share(self, bank: list[Tensor]) -> Tensor:
-        """This rank's matrices of a bank, then zeros: as many on every rank."""
+        """This rank's matrices of a bank, then zeros, so that all shares have the same size."""
         size = -(-len(bank) // self.runtime.world)
-        own = bank[self.runtime.rank * size :][:size]
-        padding = [torch.zeros_like(bank[0])] * (size - len(own))
-        return torch.stack(own + padding)
+        share = bank[self.runtime.rank * size :][:size]
+        padding = [torch.zeros_like(bank[0])] * (size - len(share))
+        return torch.stack(share + padding)

@@ -1,4 +1,4 @@
-"""Both optimizers behind one step: Muon for matrices, AdamW for embeddings and scalars."""
+"""One step of both optimizers: Muon for matrices, AdamW for embeddings and scalars."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from underpar.train.muon import Muon
 
 
 class Optimizer:
-    """Clip, set the rates, update; its state is a flat table of tensors.
+    """Clips gradients, sets the rates and updates. The state is a flat table of tensors.
 
-    The gradient is clipped once, after it was summed over ranks. The published scripts of PR 2014,
-    2135 and 1219 clip each rank's own gradient before the sum; then the same batch on another
-    number of ranks gives another update, which here it does not.
+    Gradients are clipped after they were summed over ranks, so an update does not depend on the
+    number of ranks. The published scripts of PR 2014, 2135 and 1219 clip the gradient of each rank
+    before the sum; there the update does depend on it.
     """
 
     def __init__(self, model: nn.Module, part: TrainPart, runtime: Runtime = ALONE) -> None:
@@ -29,7 +29,7 @@ class Optimizer:
         self.muon = Muon(
             groups["matrix"], part.matrix_decay, part.newton_schulz, part.row_norm, runtime
         )
-        # Group -> rate and decay.
+        # Group -> learning rate and weight decay.
         self._rates = {
             "embed": (part.embed_lr, part.embed_decay),
             "scalar": (part.scalar_lr, part.scalar_decay),
@@ -55,7 +55,7 @@ class Optimizer:
         return norm
 
     def state(self) -> dict[str, Tensor]:
-        """Every tensor a resumed run needs; the live ones, not copies."""
+        """Every tensor that a resumed run needs: the live tensors, not copies."""
         tensors = {f"muon.{name}": buffer for name, buffer in self.muon.momenta.items()}
         for index, moments in self.adam.state_dict()["state"].items():
             for key, value in moments.items():
@@ -63,11 +63,12 @@ class Optimizer:
         return tensors
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take the place of the optimizer that had this state, whatever this one did before."""
+        """Restore a state; what this optimizer did before is forgotten."""
         for name, buffer in self.muon.momenta.items():
             buffer.copy_(tensors[f"muon.{name}"])
         keys = ("step", "exp_avg", "exp_avg_sq")
-        # A parameter that never had a gradient has no moments. AdamW keeps what it gets: clone.
+        # A parameter that never had a gradient has no moments. AdamW keeps the tensors it is given,
+        # so it gets copies.
         moments = {
             index: {key: tensors[f"adam.{name}.{key}"].clone() for key in keys}
             for index, name in enumerate(self._adam_names)

@@ -7,7 +7,7 @@ from underpar.schema import parse_points
 
 
 def progress(part: TrainPart, seconds: float, step: int, tokens: int, flops: float = 0.0) -> float:
-    """Share of the budget spent; the tightest of the budgets given decides."""
+    """Share of the budget that is spent. Of several budgets the one that ends first counts."""
     spent = (
         (seconds, part.budget_seconds - part.reserve_seconds),
         (float(step), float(part.budget_steps)),
@@ -25,17 +25,14 @@ def lr_scale(part: TrainPart, p: float) -> float:
 
 
 def rewarm(part: TrainPart, steps_since_change: int) -> float:
-    """What rates are multiplied by after a change of context: k / n in step k of n (PR 2014)."""
+    """The factor of all rates after a change of context: k / n in step k of n (PR 2014)."""
     if not part.rewarm_steps:
         return 1.0
     return min(1.0, (steps_since_change + 1) / part.rewarm_steps)
 
 
 def context_at(part: TrainPart, p: float) -> int | None:
-    """The length at which documents are cut now: the first stage that reaches up to p.
-
-    None where the recipe has no stages.
-    """
+    """The length at which documents are cut at progress p; None if the recipe has no stages."""
     for context, until in part.context_stages:
         if p <= until:
             return int(context)
@@ -43,7 +40,7 @@ def context_at(part: TrainPart, p: float) -> int | None:
 
 
 def decay_scale(part: TrainPart, p: float) -> float:
-    """What weight decay is multiplied by: linear between the points of `decay_curve` (PR 1729)."""
+    """The factor of weight decay: linear between the points of `decay_curve` (PR 1729)."""
     points = parse_points(part.decay_curve, "train.decay_curve")
     if not points:
         return 1.0

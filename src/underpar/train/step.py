@@ -29,7 +29,7 @@ def step_of(part: TrainPart) -> list[MicroBatch]:
 
 
 def mean_loss(network: Network, batch: Batch, run: Eager = EAGER) -> Tensor:
-    """Mean nats per target of one micro-batch; a compiled `run` compiles every part of it."""
+    """Mean nats per target of one micro-batch. A compiled `run` compiles every part."""
     stream = network.run_blocks(batch.inputs, PackedCache(batch.segments), run)
     loss: Tensor = run.end(stream_loss, network, stream, batch.targets, run.fused)
     return loss
@@ -38,9 +38,9 @@ def mean_loss(network: Network, batch: Batch, run: Eager = EAGER) -> Tensor:
 def stream_loss(network: Network, stream: Stream, targets: Tensor, fused: bool) -> Tensor:
     """Mean nats per target (N,), from the stream after the last block.
 
-    `fused`: by the formulas made for compilers (`kernels/capped.py`).
+    `fused`: with the formulas made for compilers (`kernels/capped.py`).
     """
-    # A copy: to finish a stream is to change it.
+    # A copy, because `finish` changes the stream.
     logits = network.head(network.finish(replace(stream)), fused)
     return capped_cross_entropy(logits, targets, network.spec.softcap, fused)
 
@@ -48,9 +48,9 @@ def stream_loss(network: Network, stream: Stream, targets: Tensor, fused: bool) 
 def sum_penalties(
     penalties: Sequence[Penalty], model: nn.Module, step: int, p: float
 ) -> Tensor | None:
-    """What all `penalties` add to the loss after `step` steps, at p of the budget."""
-    found = (lever.penalty(model, step, p) for lever in penalties)
-    values = [value for value in found if value is not None]
+    """The sum of what `penalties` add to the loss after `step` steps; None: nothing."""
+    terms = (lever.penalty(model, step, p) for lever in penalties)
+    values = [value for value in terms if value is not None]
     return torch.stack(values).sum() if values else None
 
 
@@ -62,9 +62,9 @@ def accumulate(
     run: Eager = EAGER,
     penalty: Callable[[], Tensor | None] | None = None,
 ) -> Tensor:
-    """Leave the global batch's gradients on every rank; returns its mean loss in nats a token.
+    """Leave the global batch's gradients on every rank; returns its mean loss in nats per token.
 
-    The gradients are those of the loss and of what `penalty` gives; the loss returned is without.
+    The gradients include those of `penalty`; the loss that is returned does not.
     """
     total = torch.zeros((), device=runtime.device)
     for _ in range(num_micro_batches // runtime.world):
@@ -73,7 +73,8 @@ def accumulate(
             loss = mean_loss(network, batch, run) / num_micro_batches
         loss.backward()
         total += loss.detach()
-    # The last rank has the step's last micro-batch: the sum over ranks counts the penalty once.
+    # Only one rank adds the penalty, so the sum over ranks counts it once: the rank that has the
+    # step's last micro-batch.
     if penalty is not None and runtime.rank == runtime.world - 1:
         extra = penalty()
         if extra is not None:

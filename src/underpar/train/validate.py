@@ -30,7 +30,7 @@ class Validation:
     """The whole held-out text, priced with the live weights and with their average."""
 
     live_nats: float
-    """Mean nats a target."""
+    """Mean nats per target."""
     average_nats: float | None
     """The same with averaged weights; None where the recipe does not average."""
     num_bytes: int
@@ -125,10 +125,10 @@ class Validator:
 
 @contextmanager
 def _holding(model: Network, weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """Inside, the model has `weights`; behind it, its own, bit for bit and in place."""
-    own = {name: weight.clone() for name, weight in model.state_dict().items()}
+    """Inside, the model has `weights`; afterwards those it had before, bit for bit and in place."""
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
     try:
         model.load_state_dict(weights)
         yield
     finally:
-        model.load_state_dict(own)
+        model.load_state_dict(before)

@@ -1,7 +1,7 @@
 """Before the clock starts: compile every graph of the schedule on made-up tokens.
 
-Nothing else is touched: no step is taken, so weights, moments and the order of the data are those
-of a run that began without it (the published scripts keep the momentum of their warm-up).
+No step is taken, so weights, moments and the order of the data are those of a run without warm-up.
+(The published scripts keep the momentum of their warm-up.)
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from underpar.model.network import Eager, Network, products
 from underpar.schema import TrainPart
 from underpar.train.step import mean_loss
 
-# Moments of training at which the order of visits is looked up.
+# Values of progress at which the order of visits is looked up.
 MOMENTS = tuple(i / 20 for i in range(21))
 
 
 def warm_up(model: Network, loader: Loader, part: TrainPart, runtime: Runtime, run: Eager) -> int:
-    """One forward and backward pass for each graph; how many there were."""
+    """One forward and backward pass per shape and order of visits; returns how many."""
     shapes = shapes_of(loader.plan, part)
     if isinstance(run, CompiledRun):
-        # Contexts are next to never part of a graph: one for each number of tokens will do.
+        # A graph almost never depends on the context, so one context per number of tokens is
+        # enough.
         sizes = list({micro.tokens: micro for micro in shapes}.values())
         with run.trace_only():
             for batch in _passes(model, loader, part.order, sizes):
@@ -47,7 +48,7 @@ def warm_up(model: Network, loader: Loader, part: TrainPart, runtime: Runtime, r
 def _passes(
     model: Network, loader: Loader, order: str, shapes: Sequence[MicroBatch]
 ) -> Iterator[Batch]:
-    """A batch for each shape and each order of visits; the model is set to the order."""
+    """A batch per shape and order of visits; the model is set to that order."""
     rng = np.random.default_rng(0)
     seen = set()
     for p in MOMENTS:
@@ -67,5 +68,5 @@ def _lose(model: Network, batch: Batch, runtime: Runtime, run: Eager) -> Tensor:
 def shapes_of(plan: Sequence[MicroBatch], part: TrainPart) -> list[MicroBatch]:
     """Every size and context that the schedule will use, once each."""
     stages = [int(context) for context, _ in part.context_stages]
-    found = {(m.tokens, c) for m in plan for c in stages or [m.context]}
-    return [MicroBatch(tokens, context) for tokens, context in sorted(found)]
+    shapes = {(m.tokens, c) for m in plan for c in stages or [m.context]}
+    return [MicroBatch(tokens, context) for tokens, context in sorted(shapes)]

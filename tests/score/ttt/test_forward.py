@@ -11,7 +11,6 @@ from torch import Tensor, fx
 from torch._dynamo.backends.debugging import aot_eager
 
 from lever_stacks import CPU, randomized
-from underpar.compile import regions as compiled
 from underpar.compile.regions import Sharing
 from underpar.infer.lora import Lora
 from underpar.infer.step import StepInputs, forward_step
@@ -50,11 +49,13 @@ class Counted(Sharing):
         return super().__call__(graph, inputs)
 
 
+def counted() -> Counted:
+    """Compiles as inductor traces and as torch computes."""
+    return Counted(aot_eager)
+
+
 @pytest.fixture(autouse=True)
-def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """One that traces as inductor does and computes as torch does."""
-    monkeypatch.setattr(compiled, "_inductor", aot_eager)
-    monkeypatch.setattr(compiled, "Sharing", Counted)
+def fresh_compiler() -> Iterator[None]:
     Counted.num_traces = 0
     torch._dynamo.reset()
     yield
@@ -123,7 +124,7 @@ def run_both(
 
 @KEYS
 def test_all_widths_are_one_set_of_graphs(model: GPT, keys: str) -> None:
-    forward, lora = CompiledForward(vary=True), make_lora(model, NUM_LANES)
+    forward, lora = CompiledForward(vary=True, sharing=counted()), make_lora(model, NUM_LANES)
     lanes = make_reading(model, keys, NUM_LANES), make_reading(model, keys, NUM_LANES)
     # An eager step comes first: it makes the buffers that a compiled step expects.
     for either in (forward_step, forward):
@@ -134,17 +135,17 @@ def test_all_widths_are_one_set_of_graphs(model: GPT, keys: str) -> None:
     for width in (8, 24, 13, 5, 3, 2, 1):
         counts = [max(1, width - lane) for lane in range(NUM_LANES)]
         chunks = [Chunk(lane, lane, first, count, False) for lane, count in enumerate(counts)]
-        eager, found = run_both(forward, model, lora, lanes, chunks)
-        torch.testing.assert_close(found[0], eager[0], rtol=0, atol=1e-5)
+        eager, compiled = run_both(forward, model, lora, lanes, chunks)
+        torch.testing.assert_close(compiled[0], eager[0], rtol=0, atol=1e-5)
         atol = 1e-4 * float(eager[1].abs().max())
-        torch.testing.assert_close(found[1], eager[1], rtol=0, atol=atol)
+        torch.testing.assert_close(compiled[1], eager[1], rtol=0, atol=atol)
         assert Counted.num_traces == 5
         first += counts[-1]
 
 
 @KEYS
 def test_a_hollow_step_has_the_sizes_of_its_width(model: GPT, keys: str) -> None:
-    forward, lora = CompiledForward(vary=True), make_lora(model, NUM_LANES)
+    forward, lora = CompiledForward(vary=True, sharing=counted()), make_lora(model, NUM_LANES)
     lanes = make_reading(model, keys, NUM_LANES)
     run(forward_step, model, lora, lanes, lanes.empty_inputs(NUM_LANES, 9))
     for width in (9, 24):
@@ -160,12 +161,12 @@ def test_a_hollow_step_has_the_sizes_of_its_width(model: GPT, keys: str) -> None
 def test_a_token_or_two_are_not_compiled(model: GPT, keys: str, num_lanes: int, width: int) -> None:
     lora = make_lora(model, num_lanes)
     lanes = make_reading(model, keys, num_lanes), make_reading(model, keys, num_lanes)
-    forward = CompiledForward(vary=True)
+    forward = CompiledForward(vary=True, sharing=counted())
     # Rows that are read again have more tokens in the second step, and no more targets.
     for first in (0, width):
         chunks = [Chunk(lane, lane, first, width, False) for lane in range(num_lanes)]
-        eager, found = run_both(forward, model, lora, lanes, chunks)
-        assert all(map(torch.equal, found, eager))
+        eager, compiled = run_both(forward, model, lora, lanes, chunks)
+        assert all(map(torch.equal, compiled, eager))
     assert Counted.num_traces == 0
 
 

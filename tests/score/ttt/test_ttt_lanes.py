@@ -175,7 +175,7 @@ def test_capturing_changes_no_bit(
 @pytest.fixture
 def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """One that traces as inductor does and computes as torch does."""
-    monkeypatch.setattr(compiled, "_inductor", aot_eager)
+    monkeypatch.setattr(compiled, "inductor", aot_eager)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
     yield
@@ -241,36 +241,36 @@ class ByTheBook:
     """The published loop for one document at a time: adapters are leaves, AdamW is written out."""
 
     def __init__(self, run: Run) -> None:
-        self.own, self.model = run.settings, run.predictor.model
+        self.settings, self.model = run.settings, run.predictor.model
         self.a: dict[AdapterKey, Tensor] = {}
         self.b: dict[AdapterKey, Tensor] = {}
 
     def prices(self) -> dict[int, np.ndarray]:
         """Document -> nats; groups of documents of like length, the longest first."""
         ascending = sorted(range(len(NUM_TARGETS)), key=NUM_TARGETS.__getitem__)
-        size = self.own.lanes
+        size = self.settings.lanes
         groups = [ascending[i : i + size] for i in range(0, len(ascending), size)]
         nats: dict[int, np.ndarray] = {}
         slots: list[dict[AdapterKey, Tensor]] = []
         for group in reversed(groups):
             longest = NUM_TARGETS[group[-1]]
             # The number of tokens, both BOS counted, decides.
-            chunk = 2 if longest + 1 <= 6 else self.own.chunk
+            chunk = 2 if longest + 1 <= 6 else self.settings.chunk
             if len(slots) != len(group):
                 slots = [self._first_a(slot) for slot in range(len(group))]
             for slot, document in enumerate(group):
-                if not self.own.warm:
+                if not self.settings.warm:
                     slots[slot] = self._first_a(document)
                 self.a = slots[slot]
                 nats[document], num_steps = self._read(document, chunk)
-                if self.own.decay_all:
+                if self.settings.decay_all:
                     num_left = math.ceil(longest / chunk) - 1 - num_steps
                     for a in self.a.values():
-                        a.data *= (1 - self.own.lr * self.own.decay) ** num_left
+                        a.data *= (1 - self.settings.lr * self.settings.decay) ** num_left
         return nats
 
     def _first_a(self, number: int) -> dict[AdapterKey, Tensor]:
-        lora = Lora(self.model, self.own, [number], CPU)
+        lora = Lora(self.model, self.settings, [number], CPU)
         pairs = lora.layout.cut(lora.weights)
         self.b = {place: b[0] for place, (_, b) in pairs.items()}
         return {place: a[0].clone().requires_grad_() for place, (a, _) in pairs.items()}
@@ -300,17 +300,19 @@ class ByTheBook:
 
     def _adjust(self, site: str, visit: Visit | None, y: Tensor, x: Tensor) -> Tensor:
         place = (site, None if visit is None else visit.slot)
-        return y + self.own.alpha / self.own.rank * (x @ self.a[place].T) @ self.b[place].T
+        return (
+            y + self.settings.alpha / self.settings.rank * (x @ self.a[place].T) @ self.b[place].T
+        )
 
     @torch.no_grad()
     def _step(
         self, leaves: list[Tensor], grads: Sequence[Tensor], moments: list[Tensor], k: int
     ) -> None:
-        own = self.own
+        settings = self.settings
         for p, g, v in zip(leaves, grads, moments, strict=True):
-            v.copy_(own.beta2 * v + (1 - own.beta2) * g**2)
-            p *= 1 - own.lr * own.decay
-            p -= own.lr * g / ((v / (1 - own.beta2**k)).sqrt() + own.eps)
+            v.copy_(settings.beta2 * v + (1 - settings.beta2) * g**2)
+            p *= 1 - settings.lr * settings.decay
+            p -= settings.lr * g / ((v / (1 - settings.beta2**k)).sqrt() + settings.eps)
 
 
 @pytest.mark.parametrize("warm", [False, True])
@@ -337,17 +339,16 @@ DECAY_ALL = {"warm": True, "decay_all": True, "decay": 10.0}
         (SHARD, SORTED, {"lanes": 2, **DECAY_ALL}),
     ],
 )
-def test_two_ranks_price_as_one(
-    shard: Shard, method: Method, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ranks = Ranks(monkeypatch)
+def test_two_ranks_price_as_one(shard: Shard, method: Method, changes: dict[str, Any]) -> None:
+    ranks = Ranks()
 
     def make(runtime: Runtime) -> Run:
         phases = phased_sgd.PhasedSGD(phased_sgd.Settings(prefix=0.5, lr=0.1, chunk_tokens=16))
         settings: Settings = replace(SETTINGS, **changes)
         return Run(shard, settings, method, phases=phases, runtime=runtime)
 
-    alone, pair = make(ALONE).go(), ranks.go(make)
+    alone, runs = make(ALONE).go(), [make(runtime) for runtime in ranks.runtimes]
+    pair = ranks.go([run.go for run in runs])
     for run in pair:
         assert price_alike(run, alone)
         assert run.score.events == alone.score.events

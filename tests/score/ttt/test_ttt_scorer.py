@@ -72,14 +72,14 @@ def test_without_a_rate_adapters_change_no_bit() -> None:
 @pytest.mark.parametrize(("keys", "stride"), [("kept", CONTEXT // 2), ("fresh", 4)])
 def test_without_a_rate_prices_are_those_of_sliding_windows(keys: str, stride: int) -> None:
     # A window that is read again begins without a token before it: no lever here looks back.
-    found = Run(settings=replace(FROZEN, keys=keys), model=randomized(PLAIN)).go()
-    wanted = Run(model=found.model)
+    scored = Run(settings=replace(FROZEN, keys=keys), model=randomized(PLAIN)).go()
+    wanted = Run(model=scored.model)
     method, commits = Method(stride=stride), wanted.commits
     scorer = Scorer(wanted.predictor, SHARD, ALONE, Clock(), ScorePart(), method)
     replace(scorer, on_commit=lambda *commit: commits.append(commit)).run()
     for document in range(SHARD.num_documents):
         np.testing.assert_allclose(
-            found.nats(document), wanted.nats(document), rtol=0, atol=1e-4, strict=True
+            scored.nats(document), wanted.nats(document), rtol=0, atol=1e-4, strict=True
         )
 
 
@@ -125,8 +125,8 @@ def test_a_token_changes_what_is_learnt(keys: str) -> None:
     place = 2
     others = changed(SHARD, lambda d, p: (d, p) != (LONG, place))
     for settings, is_learnt in ((SETTINGS, True), (FROZEN, False)):
-        own = replace(settings, keys=keys)
-        old, new = (Run(shard, own).go().nats(LONG) for shard in (SHARD, others))
+        variant = replace(settings, keys=keys)
+        old, new = (Run(shard, variant).go().nats(LONG) for shard in (SHARD, others))
         assert np.array_equal(old[: place - 1], new[: place - 1])
         assert (np.abs(old - new)[4:8] > 1e-6).all()
         # Beyond the reach of attention only what was learnt is left.

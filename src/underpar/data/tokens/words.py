@@ -132,10 +132,10 @@ class WordTable:
             raise
         assert len(self._counts.values) == len(self._numbers)
 
-    def _append(self, found: Pieces) -> None:
-        offsets = np.cumsum(found.counts) - found.counts
+    def _append(self, pieces: Pieces) -> None:
+        offsets = np.cumsum(pieces.counts) - pieces.counts
         self._offsets.extend(offsets + len(self._tokens.values))
-        self._tokens.extend(found.tokens)
-        self._source_bytes.extend(found.source_bytes)
-        self._counts.extend(found.counts)
-        self._changed.extend(found.changed)
+        self._tokens.extend(pieces.tokens)
+        self._source_bytes.extend(pieces.source_bytes)
+        self._counts.extend(pieces.counts)
+        self._changed.extend(pieces.changed)

@@ -1,7 +1,8 @@
 """Causal attention over packed documents, as one operator.
 
-Queries, keys and values are flat; boundaries say where each document piece begins, and no query
-sees a key of another piece. Backends are chosen by name, or by trying them in order.
+Queries, keys and values of all documents are in one flat tensor. Boundaries say where each piece of
+a document begins, and no query sees a key of another piece. A backend is chosen by name, or the
+first one that works is taken.
 """
 
 from underpar.kernels.attention.op import attend

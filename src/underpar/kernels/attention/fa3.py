@@ -1,4 +1,4 @@
-"""Packed attention by FlashAttention-3 for Hopper, where its package is installed."""
+"""Packed attention by FlashAttention-3 for Hopper GPUs, if its package is installed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, pieces: Pieces) -> tuple[Tensor, Te
 def backward(grad: Tensor, saved: Saved, pieces: Pieces) -> Gradients:
     """Gradients of q, k and v."""
     dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in saved[:3])
-    # Written in place: what the kernel returns differs between releases.
+    # Passed in to be filled, because what the kernel returns differs between releases.
     _kernels().bwd(grad, *saved, dq, dk, dv, **_layout(pieces))
     return dq, dk, dv
 
@@ -39,7 +39,7 @@ def _layout(pieces: Pieces) -> dict[str, Any]:
 
 
 def _kernels() -> Any:
-    # The import registers the operators.
+    # This import registers the operators.
     import flash_attn_interface  # noqa: F401
 
     return torch.ops.flash_attn_3

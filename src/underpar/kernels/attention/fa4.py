@@ -1,4 +1,4 @@
-"""Packed attention by FlashAttention-4 (package flash-attn-4), where it is installed."""
+"""Packed attention by FlashAttention-4, if the package flash-attn-4 is installed."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from torch import Tensor
 
 from underpar.kernels.attention.backend import Backend, Gradients, Pieces, Saved
 
-# Called below its autograd function, which torch.compile cannot follow. Each kernel compiles at
-# its first use, in seconds.
+# The package's autograd function calls these two functions; torch.compile cannot trace the autograd
+# function itself. Each kernel is compiled at its first use, which takes seconds.
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor]:
     """(out, lse); the scale is 1 / sqrt(D) by default."""
     from flash_attn.cute.interface import _flash_attn_fwd
 
-    # Releases return more values than these two, and not all the same number.
+    # The number of further return values differs between releases.
     out, lse, *_ = _flash_attn_fwd(q, k, v, return_lse=True, **_layout(pieces))
     return out, lse
 
@@ -39,7 +39,7 @@ def _layout(pieces: Pieces) -> dict[str, Any]:
 
 
 def compiler_errors() -> tuple[type[Exception], ...]:
-    """What the kernels' compiler raises: classes of its own, which derive from no usual one."""
+    """The exceptions of the kernels' compiler, which share no base class with Python's own."""
     try:
         from cutlass.base_dsl.common import DSLBaseError
     except ImportError:

@@ -1,4 +1,4 @@
-"""Packed attention by torch's own FlashAttention-2 kernels for pieces of unequal length."""
+"""Packed attention by the FlashAttention-2 kernels of torch, for pieces of unequal length."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from underpar.kernels.attention.backend import Backend, Gradients, Pieces, Saved
 
-# Dao 2023, arXiv:2307.08691. The kernels read grouped key heads as they are.
+# Dao 2023, arXiv:2307.08691. The kernels take fewer key heads than query heads without a copy.
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor]:
@@ -22,7 +22,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, pieces: Pieces) -> tuple[Tensor, Te
 def backward(grad: Tensor, saved: Saved, pieces: Pieces) -> Gradients:
     """Gradients of q, k and v."""
     cu, length = pieces.cu, pieces.max_len
-    # The seed and offset of a dropout that there is not.
+    # The kernel asks for the seed and offset of dropout; there is no dropout.
     seed = torch.zeros(2, dtype=torch.uint64, device=cu.device)
     unused = torch.empty(0, device=cu.device)
     dq, dk, dv = torch.ops.aten._flash_attention_backward(

@@ -1,7 +1,7 @@
-"""Packed attention by FlexAttention: one compiled kernel and a table of the blocks it visits.
+"""Packed attention by FlexAttention: a compiled kernel and a table of the blocks that it visits.
 
-The table is worked out from the boundaries with integers, block by block, and the mask is never
-evaluated over all pairs of tokens. FlexAttention is Dong et al. 2024, arXiv:2412.05496.
+The table follows from the boundaries by integer arithmetic on blocks; the mask is never evaluated
+for all pairs of tokens. FlexAttention is Dong et al. 2024, arXiv:2412.05496.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MASKS = Memo()
 
 
 def attend_blocks(q: Tensor, k: Tensor, v: Tensor, pieces: Pieces) -> Tensor:
-    """Causal attention within each piece; see the operator for the shapes."""
+    """Causal attention within each piece, with the shapes of `attend`."""
     num, window = q.size(0), pieces.window
     mask = _MASKS.recall(pieces.cu, (num, window), lambda: block_mask(pieces.cu, num, window))
     queries, keys, values = (t.transpose(0, 1)[None] for t in (q, k, v))  # (1, heads, N, D)
@@ -36,12 +36,12 @@ def attend_blocks(q: Tensor, k: Tensor, v: Tensor, pieces: Pieces) -> Tensor:
 def _kernel() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    # A whole graph or an error: run without the compiler it would build all scores.
+    # fullgraph: an error is better than running uncompiled, which stores the scores of all pairs.
     return torch.compile(flex_attention, fullgraph=True)
 
 
 def block_mask(cu: Tensor, num_tokens: int, window: int) -> Any:
-    """FlexAttention's mask of one batch."""
+    """The mask of one batch in the form that FlexAttention reads."""
     from torch.nn.attention.flex_attention import BlockMask
 
     starts = starts_of(cu, num_tokens)
@@ -63,18 +63,18 @@ def block_mask(cu: Tensor, num_tokens: int, window: int) -> Any:
 def starts_of(cu: Tensor, num_tokens: int) -> Tensor:
     """Where the piece of each token begins, (num_tokens,)."""
     tokens = torch.arange(num_tokens, dtype=cu.dtype, device=cu.device)
-    # The last boundary up to a token: of equal ones, the one after all empty pieces.
+    # The last boundary at or before each token. Empty pieces repeat a boundary; any copy will do.
     return cu[torch.searchsorted(cu, tokens, right=True) - 1]
 
 
 def block_tables(starts: Tensor, window: int, block: int = BLOCK) -> tuple[Tensor, Tensor]:
-    """Blocks of keys by block of queries, (B, B) bool: those seen in part, those seen whole."""
+    """Which blocks of keys each block of queries sees in part, and which as a whole; (B, B)."""
     num_tokens, device = len(starts), starts.device
     heads = torch.arange(0, num_tokens, block, device=device)
     tails = (heads + block).clamp(max=num_tokens) - 1
-    # The first query sees farthest back. All keys from there to the last query are seen by some.
+    # The first query of a block sees farthest back: keys before `first` are seen by no query.
     first = starts[heads]
-    # The last query sees least far back: keys from there on are seen by the whole block.
+    # The last query sees least far back: keys from `whole` on are seen by every query.
     whole = starts[tails]
     if window:
         first, whole = torch.maximum(first, heads - window), torch.maximum(whole, tails - window)
@@ -86,13 +86,14 @@ def block_tables(starts: Tensor, window: int, block: int = BLOCK) -> tuple[Tenso
 
 
 def _ordered(table: Tensor) -> tuple[Tensor, Tensor]:
-    """The table as FlexAttention wants it: counts (1, 1, B) and indices (1, 1, B, B), int32."""
+    """The table in the form of FlexAttention: counts (1, 1, B) and indices (1, 1, B, B), int32."""
     counts = table.sum(-1, dtype=torch.int32)
     indices = table.int().argsort(dim=-1, descending=True, stable=True)
     return counts[None, None], indices.int()[None, None]
 
 
-# By name alone: the first user may be a compiler at work, and a trial would start a second inside.
+# Only by name: attention may first run while torch compiles the model, and trying this backend
+# would start another compilation inside that one.
 FLEX = replace(
     make_backend("flex", "FlexAttention, compiled", attend_blocks, cuda_halves=True), by_name=True
 )

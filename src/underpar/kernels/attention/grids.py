@@ -1,4 +1,4 @@
-"""Packed attention on padded grids: torch's dense kernels on pieces of like length."""
+"""Packed attention by torch's dense kernels, on padded grids of pieces of similar length."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from underpar.kernels.attention.backend import Backend, Pieces, make_backend
 from underpar.kernels.attention.memo import Memo
 from underpar.kernels.attention.reference import band
 
-# Pieces up to this long share a bucket; longer ones are sorted by powers of two.
+# Pieces of up to this many tokens share a grid. Longer ones share it with those whose length rounds
+# up to the same power of two.
 SHORTEST_BUCKET = 32
 
 _PACKS = Memo()
@@ -22,11 +23,12 @@ _PACKS = Memo()
 
 @dataclass(frozen=True)
 class Pack:
-    """Where the pieces of a flat pack lie in padded grids, worked out once a batch.
+    """Where the pieces of a flat pack are in padded grids, computed once per batch.
 
-    Pieces of like length share a grid, so that one long piece does not pad all others. Each grid
-    (S, L) holds flat positions, piece by row; `cells` (its tokens,) are the real ones among its
-    S * L. `order` (N,) puts the tokens of all grids, one grid after the other, back in line.
+    Pieces of similar length share a grid, so that one long piece does not pad all others. A grid
+    (S, L) has one piece per row and holds positions in the flat pack. The second tensor of a pair
+    has the cells, among its S * L, that are tokens and not padding. `order` (N,) brings the tokens
+    of all grids, one grid after the other, back into the order of the pack.
     """
 
     grids: tuple[tuple[Tensor, Tensor], ...]
@@ -34,15 +36,15 @@ class Pack:
 
     @staticmethod
     def from_boundaries(cu: Tensor) -> Pack:
-        """From segment boundaries (S+1,), on their device."""
-        # Empty pieces, which only round up the number of boundaries, go.
+        """The grids for boundaries (S + 1,), on their device."""
+        # Empty pieces are dropped; they only round up the number of boundaries.
         bounds = cu.cpu().long().unique_consecutive()
         starts, lengths = bounds[:-1], bounds[1:] - bounds[:-1]
         exponents = torch.ceil(torch.log2(lengths.clamp(min=SHORTEST_BUCKET).double())).long()
         grids, tokens = [], []
         for exponent in exponents.unique().tolist():
-            own = exponents == exponent
-            grid, cells = _grid(starts[own], lengths[own])
+            chosen = exponents == exponent
+            grid, cells = _grid(starts[chosen], lengths[chosen])
             grids.append((grid.to(cu.device), cells.to(cu.device)))
             tokens.append(grid.flatten()[cells])
         order = torch.cat(tokens).argsort()
@@ -50,10 +52,10 @@ class Pack:
 
 
 def _grid(starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    # Two at least: cuDNN has no kernel for one key.
+    # At least two columns: cuDNN has no kernel for a single key.
     offsets = torch.arange(max(2, int(lengths.max())))
     real = offsets < lengths[:, None]
-    # Padding reads the piece's last token; causality keeps it from every real query.
+    # Padding repeats the last token of its piece. No real query sees it, because it comes later.
     grid = starts[:, None] + torch.minimum(offsets, lengths[:, None] - 1)
     return grid, real.flatten().nonzero()[:, 0]
 
@@ -61,11 +63,11 @@ def _grid(starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
 def attend_grids(
     q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, kernels: list[SDPBackend]
 ) -> Tensor:
-    """Causal attention within each piece by one of `kernels`; see the operator for the shapes."""
+    """Causal attention within each piece by one of `kernels`, with the shapes of `attend`."""
     pack = _PACKS.recall(pieces.cu, None, lambda: Pack.from_boundaries(pieces.cu))
     outs = []
     for grid, cells in pack.grids:
-        # index_select: its backward adds rows, where plain indexing would sort them first.
+        # index_select, because the backward pass of plain indexing sorts the rows first.
         rows = (t.index_select(0, grid.flatten()) for t in (q, k, v))
         queries, keys, values = (r.unflatten(0, grid.shape).transpose(1, 2) for r in rows)
         with sdpa_kernel(kernels):
@@ -79,7 +81,7 @@ def _attend_rows(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     length, group = q.size(2), q.size(1) // k.size(1)
     if window == 0 or window >= length - 1:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=group > 1)
-    # The memory-efficient kernel, the fused one that takes a mask, takes no grouped heads.
+    # Only the memory-efficient kernel takes a mask, and it needs as many key heads as query heads.
     k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
     mask = band(length, window, q.device)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
@@ -89,7 +91,7 @@ def _make(name: str, what: str, kernels: list[SDPBackend], cuda_halves: bool = F
     return make_backend(name, what, partial(attend_grids, kernels=kernels), cuda_halves)
 
 
-# Not cuDNN: it plans anew for every shape, and here no two batches have the same.
+# Without cuDNN, which makes a new plan for every shape: here every batch has other shapes.
 SDPA = _make(
     "sdpa",
     "padded grids, torch chooses the kernel",

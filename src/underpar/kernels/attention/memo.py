@@ -1,4 +1,4 @@
-"""What is worked out from the boundaries of a batch, once a batch and not once a layer."""
+"""Values computed from the boundaries of a batch: once per batch instead of once per layer."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ T = TypeVar("T")
 
 
 class Memo:
-    """Values by boundaries and key, kept as long as the boundaries live and stay unchanged.
+    """A cache of values by boundaries and key, valid while the boundaries exist unchanged.
 
-    Boundaries are told apart by identity and version, so that asking costs no wait for a device.
-    A miss only costs time.
+    Boundaries are compared as objects, by identity and version, and not by content: comparing their
+    content would wait for the device. Equal boundaries in another tensor are a miss, which only
+    costs time.
     """
 
     def __init__(self) -> None:
         self._kept: Any = WeakTensorKeyDictionary()
 
     def recall(self, cu: Tensor, key: Hashable, make: Callable[[], T]) -> T:
-        """The value of `make`, from the last call with the same boundaries if there was one."""
-        # A tensor made in inference mode has no version: whether it was changed cannot be told.
+        """What `make` returns; from the cache, if these boundaries and this key are known."""
+        # A tensor made in inference mode has no version, so a change of it would not be noticed.
         if cu.is_inference():
             return make()
         version, values = self._kept.get(cu, (-1, {}))

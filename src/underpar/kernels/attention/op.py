@@ -1,4 +1,4 @@
-"""Packed attention as one registered operator, opaque to compilers, whatever computes it."""
+"""Packed attention as one registered operator: compilers see the operator, not its backend."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def attend(
 ) -> Tensor:
     """Causal softmax attention within each piece; q (N, H, D), k and v (N, K, D) -> (N, H, D).
 
-    Piece s holds the tokens cu[s] to cu[s+1], at most `max_len`. Query head h reads key head
-    h // (H / K). The scale is 1 / sqrt(D). A `window` above 0 lets a query see that many tokens
-    before its own. The backend is the process's choice unless it is named; it is looked up when the
-    operator runs, so that compilers need not wait for a trial.
+    Piece s holds the tokens cu[s], ..., cu[s + 1] - 1, at most `max_len` of them. Query head h
+    reads key head h // (H / K). The scale is 1 / sqrt(D). With a `window` above 0 a query sees its
+    own token and that many before it. If no `backend` is named, the process's choice is used. It is
+    looked up when the operator runs, so compilers do not wait until backends were tried.
     """
     assert q.dtype == k.dtype == v.dtype and q.size(1) % k.size(1) == 0
     assert cu.dtype == torch.int32 and cu.device == q.device and window >= 0
@@ -36,9 +36,9 @@ def attend(
     return out
 
 
-# Defined by schema and not by torch.library.custom_op, whose first call imports the compiler.
-# `saved` are the tensors of Saved. Results have the same shapes whichever backend computes them:
-# `lse` is zeros if a backend makes none.
+# Defined by a schema, because the first call of torch.library.custom_op imports the compiler.
+# `saved` are the tensors of Saved. Results have the same shapes with every backend: `lse` is zeros
+# if the backend returns none.
 define(
     "underpar::attend",
     "(Tensor q, Tensor k, Tensor v, Tensor cu, int max_len, int window, str backend)"
@@ -55,7 +55,7 @@ define(
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, cu: Tensor, max_len: int, window: int, backend: str
 ) -> tuple[Tensor, Tensor]:
-    # An operator computes in the precision that it is given.
+    # The operator computes in the precision of its arguments.
     with torch.autocast(q.device.type, enabled=False):
         out, lse = _chosen(backend, q, window).forward(q, k, v, Pieces(cu, max_len, window))
     return out.contiguous(), lse if lse.numel() else lse.new_zeros(q.size(1), q.size(0))

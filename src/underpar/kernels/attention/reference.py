@@ -12,7 +12,7 @@ from underpar.kernels.attention.backend import Pieces, make_backend
 
 
 def attend_by_definition(q: Tensor, k: Tensor, v: Tensor, pieces: Pieces) -> Tensor:
-    """Piece by piece; q (N, H, D), k and v (N, K, D) -> (N, H, D), halves computed in fp32."""
+    """q (N, H, D), k and v (N, K, D) -> (N, H, D), piece by piece; fp16 and bf16 use fp32."""
     outs = [
         _attend_piece(q[begin:end], k[begin:end], v[begin:end], pieces.window)
         for begin, end in pairwise(pieces.cu.tolist())
@@ -32,7 +32,7 @@ def _attend_piece(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
 
 
 def band(length: int, window: int, device: torch.device) -> Tensor:
-    """Which keys a query sees, (length, length) bool: i - window <= j <= i, or all j <= i."""
+    """Query i sees key j if i - window <= j <= i; without a window if j <= i. (length, length)."""
     seen = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     return seen.triu(-window) if window else seen
 

@@ -1,4 +1,4 @@
-"""Which backend attends: found by trying each on a small pack, never by an import alone."""
+"""Chooses the backend of attention by trying each on a small pack; an import proves nothing."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from underpar.kernels.attention.grids import SDPA
 from underpar.kernels.attention.reference import REFERENCE
 from underpar.kernels.attention.table import BACKENDS, find_backend
 
-# What a backend may raise where it cannot be had: no package, no library, a kernel for other
-# devices, a release that takes other arguments.
+# What a backend may raise if it cannot be used: no package, no library, a kernel for other devices,
+# a release that takes other arguments.
 EXPECTED: tuple[type[Exception], ...] = (
     ImportError,
     OSError,
@@ -29,28 +29,28 @@ EXPECTED: tuple[type[Exception], ...] = (
     AssertionError,
 )
 
-# One token, none, several blocks of a kernel, a part of one.
+# Lengths of pieces: one token, none, several blocks of a kernel, a part of a block.
 PROBE_LENGTHS = (1, 0, 300, 37)
 PROBE_WINDOWS = (0, 5)
-# Relative error that no rounding makes and any wrong mask exceeds.
+# A relative error: rounding stays below it, and any wrong mask is above it.
 TOLERANCE = 0.02
 
-# One trial at a time; who needs its outcome waits for it.
+# Held while backends are tried; another thread that needs the choice waits.
 _trial = threading.RLock()
-# What was asked for, and what that came to with and without windows.
+# What was asked for, and the backend that was chosen, with and without windows.
 _wishes: dict[tuple[torch.device, torch.dtype], str] = {}
 _choices: dict[tuple[torch.device, torch.dtype, bool], str] = {}
 
 
 def available(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
-    """Every backend, with "yes" or one line that says why not; kernels may compile for seconds."""
+    """Each backend, with "yes" or one line that says why not. Kernels may compile for seconds."""
     return {name: _probe(name, _placed(device), dtype, windowed=True) for name in BACKENDS}
 
 
 def choose(name: str, device: torch.device, dtype: torch.dtype, windowed: bool = False) -> str:
-    """The backend of a name, or for "auto" the first of the table that can be had.
+    """The backend called `name`; for "auto" the first of the table that works.
 
-    Windows are tried where they are wanted: their kernels are others, and compile for seconds.
+    Windows are only tried if `windowed`: they have kernels of their own, which compile for seconds.
     """
     device = _placed(device)
     if name == "auto":
@@ -60,22 +60,22 @@ def choose(name: str, device: torch.device, dtype: torch.dtype, windowed: bool =
         return name
     usable = [other for other, text in available(device, dtype).items() if text == "yes"]
     raise UnderparError(
-        f"attention backend {name!r} cannot be had on {device} in {dtype} ({answer}); "
+        f"attention backend {name!r} does not work on {device} in {dtype} ({answer}); "
         f"use one of {', '.join(['auto', *usable])}"
     )
 
 
 def _is_first(name: str, device: torch.device, dtype: torch.dtype, windowed: bool) -> bool:
-    # Torch alone runs it, everywhere: no trial is needed, and none is waited for.
+    # Part of torch, on every device: nothing to try, nothing to wait for.
     if name == SDPA.name:
         return True
     return not BACKENDS[name].by_name and _probe(name, device, dtype, windowed) == "yes"
 
 
 def set_backend(name: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Choose for the rest of the process, for this device and precision; returns the choice.
+    """Choose the backend of this device and precision for the rest of the process; returns it.
 
-    Not between a forward pass and its backward pass.
+    Do not call this between a forward pass and its backward pass.
     """
     place = _placed(device), dtype
     with _trial:
@@ -89,9 +89,9 @@ def set_backend(name: str, device: torch.device, dtype: torch.dtype) -> str:
 def set_backend_aside(
     device: torch.device, dtype: torch.dtype, first: Callable[[], None] = lambda: None
 ) -> None:
-    """Have "auto" chosen in a thread of its own, where a trial compiles for seconds.
+    """Choose "auto" in a thread, because trying backends on a GPU compiles for seconds.
 
-    The thread waits for what `first` waits for; who needs the choice before makes it.
+    The thread calls `first` before it begins. If attention runs earlier, the choice is made then.
     """
     if device.type != "cuda":
         set_backend("auto", device, dtype)
@@ -99,17 +99,17 @@ def set_backend_aside(
 
     def choose_there() -> None:
         first()
-        # Which device is the current one is a matter of the thread.
+        # Each thread has its own current device.
         with torch.cuda.device(device):
             set_backend("auto", device, dtype)
 
-    # No daemon: a process that ended in the middle of a trial might crash.
+    # Not a daemon: a process that ends while kernels compile might crash.
     threading.Thread(target=choose_there, name="trial of attention").start()
 
 
 def backend_of(device: torch.device, dtype: torch.dtype, windowed: bool = False) -> str:
-    """The process's choice for a device and precision, made at first use if none was set."""
-    # Where nothing is computed nothing can be tried.
+    """The chosen backend of a device and precision; chosen now if it was not chosen before."""
+    # A meta tensor has no values, so no backend can be tried.
     if device.type == "meta":
         return REFERENCE.name
     place = _placed(device), dtype
@@ -133,7 +133,7 @@ def _probe(name: str, device: torch.device, dtype: torch.dtype, windowed: bool) 
         return reason
     expected = EXPECTED + compiler_errors()
     try:
-        # Whatever mode the first user is in: a tensor of inference mode could not be trained on.
+        # The caller may be in inference mode, whose tensors cannot have gradients.
         with torch.inference_mode(False):
             return _try(backend, device, dtype, PROBE_WINDOWS if windowed else PROBE_WINDOWS[:1])
     except expected as error:
@@ -145,7 +145,7 @@ def _try(
     backend: Backend, device: torch.device, dtype: torch.dtype, windows: tuple[int, ...]
 ) -> str:
     cu = torch.tensor([0, *accumulate(PROBE_LENGTHS)], dtype=torch.int32, device=device)
-    # A generator of its own: a probe leaves the stream of random numbers as it was.
+    # Its own generator, so that the global random numbers stay the same.
     source = torch.Generator().manual_seed(0)
     num = sum(PROBE_LENGTHS)
     grad, q, k, v = (
@@ -157,7 +157,7 @@ def _try(
         for got, want in zip(_run(backend, (grad, q, k, v), pieces), expected, strict=True):
             wrong = got.cpu().double() - want.cpu().double()
             error = float(wrong.norm() / want.cpu().double().norm())
-            # Not "error > TOLERANCE", which NaN would pass.
+            # Not "error > TOLERANCE", which is false for NaN.
             if not error <= TOLERANCE:
                 return f"wrong results: relative error {error:.2g} with a window of {window}"
     return "yes"
@@ -167,7 +167,7 @@ def _run(
     backend: Backend, tensors: tuple[Tensor, Tensor, Tensor, Tensor], pieces: Pieces
 ) -> list[Tensor]:
     grad, q, k, v = tensors
-    # As the operator calls it.
+    # In the modes in which the operator calls a backend.
     with torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
         out, lse = backend.forward(q, k, v, pieces)
         return [out, *backend.backward(grad, Saved(q, k, v, out, lse), pieces)]

@@ -11,15 +11,16 @@ from underpar.kernels.attention.flex import FLEX
 from underpar.kernels.attention.grids import CUDNN, SDPA
 from underpar.kernels.attention.reference import REFERENCE
 
-# By speed on an H200. FlexAttention computes faster than FlashAttention-2, but runs its forward
-# pass twice here. cuDNN is fast on pieces of equal length, and else loses by the padding.
+# By speed on an H200. FlexAttention's kernels are faster than those of FlashAttention-2, but here
+# the forward pass runs twice. cuDNN is fast on pieces of equal length; otherwise padding costs more
+# than it gains.
 BACKENDS: dict[str, Backend] = {
     backend.name: backend for backend in (FA4, FA3, FLASH, FLEX, CUDNN, SDPA, REFERENCE)
 }
 
 
 def find_backend(name: str) -> Backend:
-    """The backend of a name."""
+    """The backend called `name`."""
     if name not in BACKENDS:
         known = ", ".join(BACKENDS)
         raise UnderparError(f"no attention backend {name!r}; use auto or one of {known}")

@@ -1,4 +1,4 @@
-"""Attention of chunks over what their lanes have kept."""
+"""Attention of a chunk of tokens per lane over the keys that each lane has kept."""
 
 from underpar.kernels.lane_attention.op import Place, attend_lanes
 

@@ -1,8 +1,8 @@
-"""Attention of a chunk of tokens in each lane, over the lane's kept keys and its own, as one
-registered operator that is opaque to compilers.
+"""Attention of a chunk of tokens per lane, as one registered operator.
 
-Gradients reach the chunk's own keys and values and stop at the kept ones, as in Transformer-XL (Dai
-et al. 2019, arXiv:1901.02860), so their part is small: keys of this step and queries of this step.
+A query sees the keys that its lane kept from earlier chunks, and the earlier keys of its own chunk.
+Gradients flow to keys and values of the chunk and stop at the kept ones, as in Transformer-XL (Dai
+et al. 2019, arXiv:1901.02860). The backward pass is therefore small.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 class Place(NamedTuple):
-    """Where a step's tokens belong in their lanes."""
+    """Which tokens of the lanes a step reads."""
 
     starts: Tensor
     """(L,) tokens that each lane has kept."""
     counts: Tensor
-    """(L,) tokens of the step that are real, from a lane's first; the others are padding."""
+    """(L,) how many tokens of each lane's chunk are real; the rest of the chunk is padding."""
 
 
 def attend_lanes(
@@ -32,20 +32,20 @@ def attend_lanes(
 ) -> Tensor:
     """Causal softmax attention in each lane; q (N, H, D), k and v (N, K, D) -> (N, H, D).
 
-    N = L * C, lane by lane. `cache` (2, L, room, K, D) holds the lanes' keys and values; k and v
-    are written behind what is kept, which needs room for one token more. Query head h reads key
-    head h // (H / K), the scale is 1 / sqrt(D), and a `window` above 0 lets a query see that many
-    tokens before its own. Padding sees anything: finite numbers that nobody reads.
+    N = L * C, lane by lane. `cache` (2, L, room, K, D) holds the keys and values of the lanes; k
+    and v are written to it after the kept tokens. `room` must be one token more than is ever kept.
+    Query head h reads key head h // (H / K). The scale is 1 / sqrt(D). With a `window` above 0 a
+    query sees its own token and that many before it. Results of padding are finite and have no
+    meaning.
     """
     assert q.dtype == k.dtype == v.dtype == cache.dtype and q.size(1) % k.size(1) == 0
     assert q.size(0) % cache.size(1) == 0 and window >= 0
-    own = torch.ops.underpar.attend_lanes
-    out: Tensor = own(q, k, v, cache, list(place), window)[0]
+    out: Tensor = torch.ops.underpar.attend_lanes(q, k, v, cache, list(place), window)[0]
     return out
 
 
-# The write to the cache is not in the schema: no other operator of a step looks there, and to
-# write the same again changes nothing.
+# The schema does not declare the write to the cache: no other operator of a step reads the cache,
+# and writing the same values twice changes nothing.
 define(
     "underpar::attend_lanes",
     "(Tensor q, Tensor k, Tensor v, Tensor cache, Tensor[] place, int window) -> (Tensor, Tensor)",
@@ -67,14 +67,14 @@ def _attend(
 
 
 def _write(cache: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> None:
-    """Put k and v (N, K, D) behind what lanes keep."""
+    """Write k and v (N, K, D) after the tokens that the lanes have kept."""
     _, num_lanes, room, *rest = cache.shape
     offsets = torch.arange(len(k) // num_lanes, device=k.device)
-    # Padding that has no room goes to the last row, which is never a token's.
+    # Padding beyond the end goes to the last row, which never holds a token.
     rows = (starts[:, None] + offsets).clamp(max=room - 1)
     rows += room * torch.arange(num_lanes, device=k.device)[:, None]
-    for kept, own in zip(cache.view(2, -1, *rest), (k, v), strict=True):
-        kept.index_copy_(0, rows.flatten(), own)
+    for kept, new in zip(cache.view(2, -1, *rest), (k, v), strict=True):
+        kept.index_copy_(0, rows.flatten(), new)
 
 
 def _backend(q: Tensor) -> Any:
@@ -96,10 +96,10 @@ def _(
 def _attend_backward(
     grad: Tensor, saved: list[Tensor], cache: Tensor, place: list[Tensor], window: int
 ) -> Gradients:
-    found: Gradients = _backend(grad).backward(
+    gradients: Gradients = _backend(grad).backward(
         grad.contiguous(), saved, cache, Place(*place), window
     )
-    return found
+    return gradients
 
 
 @register_fake("underpar::attend_lanes_backward")
@@ -118,8 +118,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | list[None] | None, ...]:
     q, out, lse, cache, *place = ctx.saved_tensors
-    own = torch.ops.underpar.attend_lanes_backward
-    gradients = own(grad, [q, out, lse], cache, place, ctx.window)
+    backward = torch.ops.underpar.attend_lanes_backward
+    gradients = backward(grad, [q, out, lse], cache, place, ctx.window)
     return *gradients, None, [None] * len(place), None
 
 

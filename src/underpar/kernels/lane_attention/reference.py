@@ -1,4 +1,4 @@
-"""Attention of lanes in plain torch: every lane as wide as the longest, with a mask."""
+"""Attention of lanes in plain torch: all lanes are padded to the longest one, and masked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def forward(q: Tensor, cache: Tensor, place: Place, window: int) -> tuple[Tensor, Tensor]:
-    """What the operator gives for q (N, H, D); its second tensor is not needed here."""
+    """Outputs (N, H, D) of q (N, H, D); the second tensor of the operator is zeros, not needed."""
     span = _span(cache, place)
     keys, values = cache[:, :, :span]
     out = _attend(q, keys, values, place, window)
@@ -24,9 +24,9 @@ def forward(q: Tensor, cache: Tensor, place: Place, window: int) -> tuple[Tensor
 def backward(
     grad: Tensor, saved: list[Tensor], cache: Tensor, place: Place, window: int
 ) -> Gradients:
-    """Gradients of queries (N, H, D), and of the step's own keys and values (N, K, D)."""
+    """Gradients of the queries (N, H, D), keys and values (N, K, D) of the chunk."""
     span = _span(cache, place)
-    # Inside an operator torch may record nothing; leaving inference mode makes it record again.
+    # Autograd is off inside an operator. It must be on here, and inference mode off.
     with torch.inference_mode(False), torch.enable_grad():
         q, keys, values = (t.detach().requires_grad_() for t in (saved[0], *cache[:, :, :span]))
         out = _attend(q, keys, values, place, window)
@@ -34,7 +34,7 @@ def backward(
     width = len(grad) // len(place.starts)
     offsets = torch.arange(width, device=grad.device)
     lanes = torch.arange(len(place.starts), device=grad.device)[:, None]
-    # Padding may lie behind the span; no token has seen it.
+    # Padding may be beyond the span; no token has seen it.
     places = (place.starts[:, None] + offsets).clamp(max=span - 1)
     real = (offsets < place.counts[:, None])[:, :, None, None]
     dk, dv = ((d[lanes, places] * real).flatten(0, 1) for d in kept)
@@ -42,7 +42,7 @@ def backward(
 
 
 def _span(cache: Tensor, place: Place) -> int:
-    """Keys of the longest lane that reads."""
+    """Number of keys of the longest lane that reads in this step."""
     ends = (place.starts + place.counts) * (place.counts > 0)
     return min(max(1, int(ends.max())), cache.size(2))
 
@@ -56,11 +56,12 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, place: Place, window: int) 
     offsets = torch.arange(width, device=q.device)
     back = (place.starts[:, None] + offsets)[:, :, None] - torch.arange(span, device=q.device)
     seen = (back >= 0) & (back <= window) if window else back >= 0  # (L, C, span)
-    # A row that sees nothing would be NaN, and its gradient with it.
+    # Padding sees every key: a row without any key would be NaN, and so would its gradient.
     hidden = (offsets < place.counts[:, None])[:, :, None] & ~seen
     bias = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device)
     bias = bias.masked_fill_(hidden, -math.inf)[:, :, None].expand(-1, -1, group, -1)
-    # Heads that share keys become further queries: no kernel for groups takes a mask.
+    # Query heads that share a key head become further queries of it: no kernel for grouped heads
+    # takes a mask.
     with torch.autocast(q.device.type, enabled=False):
         y = F.scaled_dot_product_attention(
             rows.flatten(2, 3),

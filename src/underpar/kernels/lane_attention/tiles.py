@@ -1,8 +1,8 @@
-"""Attention of lanes in Triton: a program reads the keys of one head of one lane, and no others.
+"""Attention of lanes in Triton: one program per lane, key head and tile of queries.
 
-A program has a tile of queries, C tokens times the G heads that share keys, and passes over the
-keys of its lane once (FlashAttention, arXiv:2205.14135; in the backward pass as in
-arXiv:2307.08691, where only the step's own keys have gradients to gather).
+A tile holds queries of C tokens times the G query heads that share the key head. A program reads
+the keys of its lane once, as FlashAttention does (arXiv:2205.14135). The backward pass follows
+arXiv:2307.08691; only keys of the chunk have gradients.
 """
 
 # mypy: disallow-untyped-defs=False
@@ -19,13 +19,13 @@ from torch import Tensor
 if TYPE_CHECKING:
     from underpar.kernels.lane_attention.op import Gradients, Place
 
-# Most queries of a tile, and keys that are read at a time.
+# Largest number of queries of a tile, and number of keys that are read at a time.
 QUERIES, KEYS = 64, 64
 
 
 @triton.jit
 def _rows(lane, head, first, width, G: tl.constexpr, H: tl.constexpr, M: tl.constexpr):
-    """Tokens of a tile's queries, their rows among all (N * H), and which of them exist."""
+    """Tokens of the queries of a tile, their rows among all N * H, and which of them exist."""
     index = first + tl.arange(0, M)
     token = index // G
     exists = token < width
@@ -35,7 +35,7 @@ def _rows(lane, head, first, width, G: tl.constexpr, H: tl.constexpr, M: tl.cons
 
 @triton.jit
 def _scores(q, k, place, key, end, scale, WINDOW: tl.constexpr):
-    """Scaled scores (M, B) with -inf where a query does not see a key."""
+    """Scaled scores (M, B); -inf if the query does not see the key."""
     back = place[:, None] - key[None, :]
     seen = (back >= 0) & (key[None, :] < end)
     if WINDOW > 0:
@@ -54,7 +54,7 @@ def _forward(
     token, row, exists = _rows(lane, head, tl.program_id(1) * M, width, G, K * G, M)
     start, count = tl.load(starts_ptr + lane), tl.load(counts_ptr + lane)
     end = start + count
-    # Padding looks from the last real token, so that every row sees something.
+    # Padding sees what the last real token sees, so that no row is without keys.
     place = start + tl.minimum(token, tl.maximum(count - 1, 0))
     d = tl.arange(0, D)
     q = tl.load(q_ptr + row[:, None] * D + d[None, :], exists[:, None], 0.0)
@@ -78,7 +78,7 @@ def _forward(
         total = total * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
         top = higher
-    # A lane without tokens has no keys: zeros.
+    # A lane without tokens has no keys; its output is zero.
     sums = tl.where(total > 0, total, 1.0)
     out = acc / sums[:, None]
     tl.store(out_ptr + row[:, None] * D + d[None, :], out.to(q.dtype), exists[:, None])
@@ -129,17 +129,17 @@ def _keys_backward(
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, M: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     lane, head = tl.program_id(0) // K, tl.program_id(0) % K
-    own = tl.program_id(1) * B + tl.arange(0, B)
+    index = tl.program_id(1) * B + tl.arange(0, B)
     start, count = tl.load(starts_ptr + lane), tl.load(counts_ptr + lane)
     end = start + count
-    key = start + own
+    key = start + index
     d = tl.arange(0, D)
     at = ((lane.to(tl.int64) * room + key) * K + head)[:, None] * D + d[None, :]
-    k = tl.load(cache_ptr + at, (own < count)[:, None], 0.0)
-    v = tl.load(cache_ptr + num_kept + at, (own < count)[:, None], 0.0)
+    k = tl.load(cache_ptr + at, (index < count)[:, None], 0.0)
+    v = tl.load(cache_ptr + num_kept + at, (index < count)[:, None], 0.0)
     dk = tl.zeros((B, D), tl.float32)
     dv = tl.zeros((B, D), tl.float32)
-    # Queries from the tile's first key on.
+    # From the first query that sees a key of this tile.
     for begin in range(tl.program_id(1) * B * G // M * M, count * G, M):
         token, row, exists = _rows(lane, head, begin, width, G, K * G, M)
         real = exists & (token < count)
@@ -155,13 +155,13 @@ def _keys_backward(
         dp = tl.dot(grad, tl.trans(v), input_precision="ieee")
         ds = p * (dp - delta[:, None]) * scale
         dk += tl.dot(tl.trans(ds.to(q.dtype)), q, input_precision="ieee")
-    to = ((lane.to(tl.int64) * width + own) * K + head)[:, None] * D + d[None, :]
-    tl.store(dk_ptr + to, dk.to(k.dtype), (own < width)[:, None])
-    tl.store(dv_ptr + to, dv.to(k.dtype), (own < width)[:, None])
+    to = ((lane.to(tl.int64) * width + index) * K + head)[:, None] * D + d[None, :]
+    tl.store(dk_ptr + to, dk.to(k.dtype), (index < width)[:, None])
+    tl.store(dv_ptr + to, dv.to(k.dtype), (index < width)[:, None])
 
 
 def forward(q: Tensor, cache: Tensor, place: Place, window: int) -> tuple[Tensor, Tensor]:
-    """Outputs (N, H, D) and the logarithm of each query's sum (N, H)."""
+    """Outputs (N, H, D), and the logsumexp of the scores of each query (N, H)."""
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
     grid, sizes, kinds = _launch(q, cache, window)
     _forward[grid](q, cache, out, lse, *place, *sizes, **kinds)
@@ -171,7 +171,7 @@ def forward(q: Tensor, cache: Tensor, place: Place, window: int) -> tuple[Tensor
 def backward(
     grad: Tensor, saved: list[Tensor], cache: Tensor, place: Place, window: int
 ) -> Gradients:
-    """Gradients of queries (N, H, D), and of the step's own keys and values (N, K, D)."""
+    """Gradients of the queries (N, H, D), keys and values (N, K, D) of the chunk."""
     q, out, lse = (t.contiguous() for t in saved)
     dq, dk = torch.empty_like(q), q.new_empty(len(q), *cache.shape[3:])
     dv = torch.empty_like(dk)
@@ -187,7 +187,7 @@ def backward(
 def _launch(
     q: Tensor, cache: Tensor, window: int
 ) -> tuple[tuple[int, int], tuple[int | float, ...], dict[str, Any]]:
-    """The grid, the numbers and the constants of a kernel over tiles of queries."""
+    """The grid, run-time numbers and compile-time constants of a kernel over tiles of queries."""
     _, num_lanes, room, num_heads, channels = cache.shape
     width, group = len(q) // num_lanes, q.size(1) // num_heads
     rows = min(QUERIES, max(16, triton.next_power_of_2(width * group)))

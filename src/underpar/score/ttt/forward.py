@@ -15,12 +15,12 @@ from typing import Any
 from torch import Tensor
 
 from underpar.compile.cuda_graphs import Recording, rehearse
-from underpar.compile.regions import DynamoBranches, DynamoRun, DynamoVisits, mark_sized
+from underpar.compile.regions import DynamoBranches, DynamoRun, DynamoVisits, Sharing, mark_sized
 from underpar.infer.step import StepInputs, StepOutputs, forward_step, outputs_of
-from underpar.model.gpt import GPT
+from underpar.model.network import Network
 from underpar.seams import KVCache, Stream
 
-Forward = Callable[[GPT, StepInputs, KVCache], StepOutputs]
+Forward = Callable[[Network, StepInputs, KVCache], StepOutputs]
 
 
 class CompiledForward:
@@ -31,11 +31,12 @@ class CompiledForward:
     alone, in half the time.
     """
 
-    def __init__(self, vary: bool) -> None:
-        self.regions: DynamoRun = DynamoVisits() if vary else DynamoBranches()
+    def __init__(self, vary: bool, sharing: Sharing | None = None) -> None:
+        runner = DynamoVisits if vary else DynamoBranches
+        self.regions: DynamoRun = runner(sharing)
         self._vary = vary
 
-    def __call__(self, model: GPT, inputs: StepInputs, cache: KVCache) -> StepOutputs:
+    def __call__(self, model: Network, inputs: StepInputs, cache: KVCache) -> StepOutputs:
         """The log-probabilities and the loss of a step."""
         # The compiler treats a size of one as a constant: that of a lane, or of a lane without its
         # last token. So steps with fewer than three tokens per lane are not compiled.
@@ -50,7 +51,7 @@ class CompiledForward:
 
 
 def _finish(
-    model: GPT, stream: Stream, rows: Tensor | None, wanted: Tensor, weights: Tensor
+    model: Network, stream: Stream, rows: Tensor | None, wanted: Tensor, weights: Tensor
 ) -> StepOutputs:
     return outputs_of(model, model.finish(stream), rows, wanted, weights, fused=True)
 

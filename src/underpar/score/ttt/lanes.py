@@ -142,13 +142,13 @@ class LaneBatch:
 
     def is_capturable(self) -> bool:
         """True if steps can become CUDA graphs."""
-        device, blocks = self._predictor.device, self._predictor.model.blocks
+        device, modules = self._predictor.device, self._predictor.model.modules()
         if device.type != "cuda":
             return False
         if isinstance(self.reading, KeptLanes):
             return True
         # Packed rows: some backends, those of fp32 among them, cut by boundaries on the host.
-        windows = {bool(block.attn.window) for block in blocks if isinstance(block, Block)}
+        windows = {bool(part.attn.window) for part in modules if isinstance(part, Block)}
         names = [backend_of(device, self._predictor.dtype, windowed) for windowed in windows]
         return all(BACKENDS[name].recordable for name in names)
 
