@@ -207,7 +207,7 @@ def test_the_command_prints_both_units_and_both_rules() -> None:
     text = run(*words)
     assert "0.002285" in text and "0.00500" in text and "0.007213" in text
     assert "README, margin per token" in text and "not met" in text and "met" in text
-    assert "0.004567 bits per byte = 0.009995 nats per token" in text
+    assert "0.004568 bits per byte = 0.009997 nats per token" in text
     assert run_json(*words)["acceptance"][2]["is_met"] is True
     refused = invoke_error("compare", 1.05, "--with", 1.04, 1.03)
     assert "2 runs or more per side" in refused

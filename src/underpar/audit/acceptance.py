@@ -24,7 +24,7 @@ MARGIN_NATS = 0.005
 README_P, PRACTICE_P = 0.01, 0.25
 PER_TOKEN = "README, margin per token"
 PER_BYTE = "README, margin per byte"
-PRACTICE = "practice of PR 1902 and 2146, no margin"
+PRACTICE = "practice, no margin"
 # Planned seeds find the gain with this chance.
 POWER = 0.8
 

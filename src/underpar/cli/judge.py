@@ -216,7 +216,7 @@ def compare(
         return
     rows = []
     for test in result["tests"]:
-        interval = "{low:.5f} to {high:.5f}".format(**test["interval"])
+        interval = "{low:.4f} to {high:.4f}".format(**test["interval"])
         nats = test["margin_nats_per_token"]
         rows.append(
             (
@@ -232,14 +232,17 @@ def compare(
     columns = ("test", "runs#", "margin#", "nats/token#", "gain#", "95 % interval#", "p#")
     show_table("lower bits per byte is better; p is one-sided", columns, rows)
     verdicts = {True: "met", False: "not met", None: "not shown"}
-    rows = []
+    judged = []
     for rule in result["acceptance"]:
         seeds = "no number" if rule["is_met"] is not None else "?"
         if rule["num_seeds"] is not None:
             seeds = f"{rule['num_seeds']} ({rule['num_missing']} to run)"
-        rows.append((rule["rule"], verdicts[rule["is_met"]], rule["why"], seeds))
-    columns = ("rule", "verdict", "because", "seeds per side#")
-    show_table("is it a record? seeds: to show this gain with power 0.8", columns, rows)
+        judged.append((rule["rule"], verdicts[rule["is_met"]], rule["why"], seeds))
+    show_table(
+        "is it a record? seeds: to show this gain with power 0.8",
+        ("rule", "verdict", "because", "seeds per side#"),
+        judged,
+    )
     if result["bytes_per_token"]:
         OUT.print(
             f"gain: {result['gain_bpb']:.6f} bits per byte = {result['gain_nats_per_token']:.6f} "
