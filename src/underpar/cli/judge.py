@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Never
 
 import typer
 
@@ -17,13 +17,16 @@ from underpar.cli.options import (
     DataPath,
     Device,
     Json,
-    RunPath,
     app,
     audit_exit_code,
     choose_attention,
     show_summary,
     takes_words,
 )
+
+if TYPE_CHECKING:
+    from underpar.stages.audit import Audited
+    from underpar.stages.foreign import AuditedSubmission
 
 
 @app.command(rich_help_panel=JUDGE)
@@ -105,9 +108,11 @@ def score(
         show_summary(json, str(artifact), summary)
 
 
-@app.command(rich_help_panel=JUDGE)
+@app.command(cls=takes_words("--against"), rich_help_panel=JUDGE)
 def audit(
-    run: RunPath,
+    run: Annotated[
+        Path, typer.Argument(help="A folder made by 'underpar train', or a foreign submission.")
+    ],
     data: Annotated[Path | None, typer.Option(help="Default: the data it was trained on.")] = None,
     expect_data: Annotated[
         str, typer.Option(metavar="SHA256", help="The SHA-256 that the data must have.")
@@ -138,6 +143,10 @@ def audit(
     strict: Annotated[
         bool, typer.Option("--strict", help="What is not shown counts as a fail.")
     ] = False,
+    against: Annotated[
+        list[str] | None,
+        typer.Option(help="Of a submission: the record to beat, a folder or its scores."),
+    ] = None,
     device: Device = "auto",
     json: Json = False,
 ) -> None:
@@ -152,20 +161,40 @@ def audit(
     missing. The audit believes no figure of the run folder: it scores, counts and decodes again.
     Limits are yours; limits that a recipe names for itself can only be tighter. Verdicts, evidence
     and the SHA-256 of every file judged are written to RUN/audit.json. Score the artifact first.
+
+    \b
+    underpar audit records/2026-04-30_mine                           a foreign submission
+    underpar audit records/2026-04-30_mine --against 1.0574 1.0573 1.0581
+
+    A folder with train_gpt.py or submission.json is a submission to Parameter Golf. Its files
+    alone are judged: sizes, times, seeds, the arithmetic of its logs, and hints from its code. What
+    files cannot show is "not shown", with what would show it. Nothing is written or run.
     """
     from underpar.audit.case import Limits
     from underpar.audit.finding import PROFILES
+    from underpar.audit.foreign import is_submission
     from underpar.core.run_folder import RunFolder
     from underpar.core.runtime import open_runtime
     from underpar.errors import RuleError
     from underpar.stages.audit import AuditRequest, audit_run
+    from underpar.stages.foreign import audit_submission
 
     if profile not in PROFILES:
         raise RuleError(f"--profile {profile}: expected {' or '.join(PROFILES)}")
     limits = Limits(cap, train_seconds, score_seconds, expect_data)
+    if is_submission(run):
+        if data or expect_data:
+            raise RuleError(f"{run} is a submission: no data are read; leave --data out")
+        _show_audit(run, audit_submission(run, limits, profile, against or ()), strict, json)
+    if against:
+        raise RuleError(f"{run} is no submission; compare runs with 'underpar compare'")
     request = AuditRequest(data, limits, profile, documents, code_tokens, seed)
     runtime = open_runtime(device)
-    audited = audit_run(RunFolder(run), runtime, request, open_progress(json))
+    _show_audit(run, audit_run(RunFolder(run), runtime, request, open_progress(json)), strict, json)
+
+
+def _show_audit(run: Path, audited: Audited | AuditedSubmission, strict: bool, json: bool) -> Never:
+    """Print the findings and leave with the verdict's exit code."""
     if json:
         show_json(audited.as_dict())
     else:
