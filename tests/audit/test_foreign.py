@@ -335,6 +335,27 @@ def test_the_format_of_the_first_baseline_is_read(tmp_path: Path) -> None:
     assert findings["size"].verdict == PASS
 
 
+OWN_LOG = """recipe:d672212e8f seed:7 data:574ddb44647ee18d torch:2.13.0 underpar:0.1.0
+ranks:8 device:NVIDIA H100 weights:35945673
+[train]
+seed = 7
+step:100 train_loss:3.4321 tokens:52428800 train_time:12000ms
+step:4900 train_loss:2.3345 tokens:2569011200 train_time:590000ms val_bpb:1.0719
+end of training step:4900 tokens:2569011200 train_time:590100ms
+before rounding, average weights val_bpb:1.06013615
+model_bytes:15900000 code_bytes:4000 total_bytes:15904000 artifact_sha256:00ff
+final method:plain val_loss:2.31538446 val_bpb:1.05803761 eval_time:400000ms
+"""
+
+
+def test_the_format_of_this_packages_submissions_is_read() -> None:
+    log = parse_log("train_seed7.log", OWN_LOG)
+    assert (log.seed, log.num_steps, log.train_seconds) == (7, 4_900, 590.1)
+    assert (log.model_bytes, log.code_bytes, log.total_bytes) == (15_900_000, 4_000, 15_904_000)
+    assert log.score is not None and log.score.bpb == "1.05803761" and log.eval_seconds == 400.0
+    assert log.settings["data"] == "574ddb44647ee18d"
+
+
 def test_a_log_of_scoring_alone_is_joined_to_its_training(tmp_path: Path) -> None:
     folder = write_submission(tmp_path / "s")
     log = folder / "train_seed42.log"

@@ -67,9 +67,9 @@ LONGEST_TOKEN = 64
 # 2127): 40,000 validation documents are then in the training text.
 LEAKY_SHARDS = 1_499
 
-# Settings that differ between seeds of one configuration.
+# Settings that differ between seeds of one configuration. A recipe's hash includes the seed.
 FREE_SETTINGS = re.compile(
-    r"seed|run_id|rank|local_rank|is_main_process|logfile|.*_dir|model_path|quantized_model_path"
+    r"seed|recipe|run_id|rank|local_rank|is_main_process|logfile|.*_dir|model_path|quantized_model_path"
 )
 # Settings that are paths: the machine may differ, the name of the file or folder may not.
 DATA_SETTINGS = re.compile(r"datasets_dir|data_path|.*_files|tokenizer_path")

@@ -1,10 +1,10 @@
 """Reads the training logs of a submission to Parameter Golf into plain values.
 
-Two formats are known: that of the first baseline (`step:13780/20000 val_loss:2.0606 val_bpb:1.2172
-train_time:600038ms`) and that of late records, which begin with a list of settings and the source
-of the script. Both are lines of `name:value`; what a log does not say stays None. A log is
-text that its author may have edited: the rules compare it with itself, with the other logs and
-with constants of the data.
+Three formats are known: that of the first baseline (`step:13780/20000 val_loss:2.0606
+val_bpb:1.2172 train_time:600038ms`), that of late records, which begin with a list of settings and
+the source of the script, and that of this package's own submissions. All are lines of
+`name:value`; what a log does not say stays None. A log is text that its author may have edited: the
+rules compare it with itself, with the other logs and with constants of the data.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _VALIDATION = re.compile(rf"^(.*?)\bval_loss[:=]\s*{_NUMBER}\s+val_bpb[:=]\s*{_N
 _STEP = re.compile(rf"^(?:step:)?([0-9]+)/[0-9]+\s+train_loss:\s*{_NUMBER}")
 _STEP_LABEL = re.compile(r"^(?:step:)?[0-9]+/[0-9]+")
 _TRAIN_TIME = re.compile(rf"\btrain_time:\s*{_NUMBER}ms\b")
-_STOP = re.compile(r"^stopping_early:.*\bstep:\s*([0-9]{1,15})/")
+_STOP = re.compile(r"^(?:stopping_early|end of training)\b.*\bstep:\s*([0-9]{1,15})")
 _SECONDS = re.compile(rf"\b(?:eval_time|elapsed|t)[:=]\s*{_NUMBER}(ms|s)\b")
 _TOTAL_EVAL = re.compile(rf"^total_eval_time:\s*{_NUMBER}s")
 _HESSIANS = re.compile(rf"\bHessians in {_NUMBER}s")
@@ -42,6 +42,7 @@ _SHARDS = re.compile(rf"\btrain_shards:\s*{_COUNT}")
 _MODEL = re.compile(rf"^Serialized model(\s\S+)?:\s*{_COUNT}")
 _CODE = re.compile(rf"^Code size(?:\s\((\w+)\))?:\s*{_COUNT}")
 _TOTAL = re.compile(rf"^Total submission size(\s\S+)?:\s*{_COUNT}")
+_ALL_SIZES = re.compile(rf"^model_bytes:{_COUNT} code_bytes:{_COUNT} total_bytes:{_COUNT}")
 _SETTING = re.compile(r"^  (\w+): ?(.*)$")
 _WORD = re.compile(r"^(\w+):(\S+)$")
 _NAMED_SEED = re.compile(r"seed[_-]?([0-9]{1,18})", re.IGNORECASE)
@@ -139,6 +140,8 @@ def parse_log(name: str, text: str) -> Log:
     losses = hashlib.sha256("\n".join(map(str, steps)).encode()).hexdigest() if steps else None
     trained = [float(m[1]) for m in map(_TRAIN_TIME.search, body) if m]
     codes = {m[1] or "": _count(m[2]) for m in map(_CODE.match, body) if m}
+    sizes = [tuple(map(_count, m.groups())) for m in map(_ALL_SIZES.match, body) if m]
+    model, code, total = sizes[-1] if sizes else (None, None, None)
     return Log(
         name,
         seed=int(seed) if re.fullmatch("[0-9]{1,18}", seed) else None,
@@ -156,10 +159,10 @@ def parse_log(name: str, text: str) -> Log:
         num_targets=_last_count(_TARGETS, body) or _last_count(_TOKENS, body),
         num_documents=_last_count(_DOCUMENTS, body),
         num_train_shards=_last_count(_SHARDS, body),
-        model_bytes=_packed(_MODEL, body),
-        code_bytes=codes.get("uncompressed", codes.get("")),
+        model_bytes=_packed(_MODEL, body) or model,
+        code_bytes=codes.get("uncompressed", codes.get("", code)),
         compressed_code_bytes=codes.get("compressed"),
-        total_bytes=_packed(_TOTAL, body),
+        total_bytes=_packed(_TOTAL, body) or total,
     )
 
 
