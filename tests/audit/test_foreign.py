@@ -40,6 +40,8 @@ def test_an_honest_submission_passes_what_files_can_show(tmp_path: Path) -> None
     unseen = {rule for rule, verdict in verdicts.items() if verdict == NOT_SHOWN}
     assert unseen == {"splits", *UNSEEN}
     assert {v for rule, v in verdicts.items() if rule not in unseen} == {PASS}
+    # A branch with SLOT is in the script; the setting in the logs switches it off.
+    assert "1 in code that the logged settings switch off" in findings["static scan"].summary
     assert all("A" in findings[rule].summary for rule in UNSEEN)
     json.dumps([finding.as_dict() for finding in findings.values()], allow_nan=False)
 
@@ -68,6 +70,7 @@ INFLATED = 151_080_645 * 1.1671
 LOG_CASES = {
     "training of 602 s (PR 1945)": (logs(train_ms=602_000), "time", FAIL, "602.000 s"),
     "a fixed stop at 601.2 s (PR 1908)": (logs(train_ms=601_200), "time", FAIL, "601.200 s"),
+    "room by a small number of steps": (logs(train_ms=601_200, steps=3), "time", FAIL, "601.200 s"),
     "calibration after the time (PR 2135)": (
         logs(train_ms=599_600, hessian_seconds=6.9),
         "time",
@@ -219,7 +222,20 @@ def name_nobody(folder: Path) -> None:
     (folder / "submission.json").write_text(json.dumps(about))
 
 
+def leave_a_seed_out(folder: Path) -> None:
+    edit_about(folder, seeds=[42, 314], seed_results={}, val_bpb=1.05735336)
+
+
+def run_a_seed_again(folder: Path) -> None:
+    log = (folder / "train_seed42.log").read_text().replace("val_bpb:1.05740567", "val_bpb:1.056")
+    (folder / "train_seed42_again.log").write_text(log.replace("9.0042", "9.1042"))
+
+
 FILE_CASES = [
+    (leave_a_seed_out, "seeds", NOT_SHOWN, "does not name seed 0"),
+    (leave_a_seed_out, "claims", PASS, ""),
+    (run_a_seed_again, "seeds", NOT_SHOWN, "seed 42 has several logs"),
+    (run_a_seed_again, "claims", PASS, ""),
     (write_another_score, "claims", FAIL, "val_bpb 1.0429, the logs have 1.0575"),
     (write_another_seed, "claims", FAIL, "seed 42"),
     (write_fewer_bytes, "claims", FAIL, "15,000,000 bytes in all"),
@@ -433,6 +449,11 @@ def test_hostile_files_are_refused_or_judged(tmp_path: Path) -> None:
     )
     edit_about(folder, val_bpb=10**400, seeds=[[], {}, "x"], seed_results=[1], bytes_total=True)
     judged(folder)
+    scores = ("\x1b[31mred val_loss:2.0 val_bpb:1.0", "\x1b[31mred val_loss:2.0 val_bpb:3.0")
+    (folder / "train_seed42.log").write_text("\n".join(("val_tokens: 5", *scores)))
+    (folder / "\x1b[2Jname.log").write_text("val_loss:2.0 val_bpb:1.0\n" * 9)
+    assert "?[#mred" in judged(folder)["selection"].summary
+    assert all(f.summary.isprintable() and len(f.summary) < 500 for f in judged(folder).values())
     for number in range(1_001):
         (folder / f"{number}.txt").touch()
     with pytest.raises(RunError, match="one record"):

@@ -106,6 +106,13 @@ SMELLS = {
 }
 
 
+@pytest.mark.parametrize("name", ["fit", "gptq_hessians", "collect_awq_scales", "compile_warmup"])
+def test_validation_tokens_belong_into_no_preparation(name: str) -> None:
+    assert len(read(f"{name}(model, h.val_tokens)").smells) == 1
+    assert read(f"{name}(model, h.train_tokens)").smells == ()
+    assert read(f"eval_{name}(model, h.val_tokens)").smells == ()
+
+
 def read(text: str, settings: dict[str, str] | None = None, **beside: str) -> Scan:
     files = {f"{name}.py": source for name, source in beside.items()}
     return scan("train_gpt.py", text, files, settings)
@@ -144,10 +151,10 @@ def test_code_that_the_logged_settings_switch_off_is_told_apart(test: str) -> No
     text = f"{SLOT}\nif {test}:\n    score()\n"
     off = {"slot_enabled": "False", "slot_steps": "0", "slot_off": "True", "mode": "plain"}
     seen = read(text, off)
-    assert seen.smells == () and len(seen.switched_off) == 1
+    assert seen.smells == () and len(seen.smells_off) == 1
     on = {"slot_enabled": "True", "slot_steps": "8", "slot_off": "False", "mode": "slot"}
     seen = read(text, on)
-    assert len(seen.smells) == 1 and seen.switched_off == ()
+    assert len(seen.smells) == 1 and seen.smells_off == ()
 
 
 def test_settings_of_one_rank_switch_nothing_off() -> None:
@@ -177,7 +184,7 @@ def test_honest_code_with_look_alikes_is_silent() -> None:
     assert ["after a step" in smell.text for smell in seen.smells] == [True]
     seen = read(SCRIPT, {"slot_enabled": "False"}, helper=HELPER)
     assert (seen.smells, seen.downloads, seen.helpers) == ((), (), ("helper.py",))
-    assert len(seen.switched_off) == 1
+    assert len(seen.smells_off) == 1
 
 
 def test_the_bundle_of_this_package_is_read_and_silent() -> None:
@@ -239,6 +246,8 @@ def test_a_bomb_is_not_unpacked() -> None:
 )
 def test_downloads_are_seen(line: str, part: str) -> None:
     assert part in [hint.text for hint in read(line).downloads]
+    off = read(f"if h.fetch:\n    {line}\n", {"fetch": "False"})
+    assert off.downloads == () and part in [hint.text for hint in off.downloads_off]
     assert read(f"def never_called():\n    {line}\n").downloads == ()
 
 

@@ -12,9 +12,9 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -30,7 +30,7 @@ from underpar.audit.finding import (
     not_shown,
 )
 from underpar.audit.logs import Log, join_logs, read_log, source_sha256
-from underpar.audit.smells import Scan, parse, scan
+from underpar.audit.smells import Scan, Smell, parse, scan
 from underpar.core.run_folder import RunFolder
 from underpar.data.published.files import KNOWN_VAL
 from underpar.errors import RunError, UnderparError
@@ -39,8 +39,9 @@ SCRIPT, ABOUT, README = "train_gpt.py", "submission.json", "README.md"
 MODEL_SUFFIXES = (".ptz", ".pt", ".bin", ".lzma", ".xz", ".br", ".zst", ".npz", ".safetensors")
 COMPILED_SUFFIXES = (".c", ".cc", ".cpp", ".cu", ".h")
 # Larger text files are refused: no script or description has as many bytes.
-LARGEST_TEXT_BYTES = 16_000_000
+LARGEST_TEXT_BYTES = 4_000_000
 MOST_FILES = 1_000
+LONGEST_SUMMARY = 400
 NUM_SEEDS, NUM_DOCUMENTS = 3, 50_000
 
 # Targets of published validation sets -> source bytes, if the end of the text is dropped so that
@@ -61,6 +62,8 @@ WRONG = {
 }
 # A window is shorter; so many targets at most are dropped at the end of the text.
 LONGEST_TAIL = 65_536
+# Steps of records take 0.04 to 0.13 s. A log cannot make room with a small number of steps.
+LONGEST_STEP_SECONDS = 0.2
 # No tokenizer here has tokens of more bytes.
 LONGEST_TOKEN = 64
 # Training shards of CaseOps of 10 M tokens, if the split left only 10,000 documents out (issue
@@ -237,7 +240,7 @@ def claims(case: Submission) -> Finding:
     bpb = _number(about.get("val_bpb"))
     if bpb is not None and scores:
         num_compared += 1
-        if not any(_agree(bpb, value) for value in (fmean(scores), *scores)):
+        if not any(_agree(bpb, value) for value in (*scores, *_means(case))):
             wrong.append(f"val_bpb {bpb:g}, the logs have {fmean(scores):.8f} on average")
     totals = [run.total_bytes for run in case.runs if run.total_bytes is not None]
     stated = [_number(about.get(k)) for k in ("bytes_total", "artifact_bytes_max")]
@@ -245,15 +248,14 @@ def claims(case: Submission) -> Finding:
         num_compared += 1
         if not min(totals) <= value:
             wrong.append(f"{value:,.0f} bytes in all, the logs have {max(totals):,}")
-    by_seed = {run.seed: run for run in case.runs if run.score}
     for seed, row in _stated_seeds(about).items():
-        score = by_seed[seed].score if seed in by_seed else None
+        logged = [run.score.bpb for run in case.runs if run.score and run.seed == seed]
         stated_bpb = _number(row.get("val_bpb"))
-        if score is None or stated_bpb is None:
+        if not logged or stated_bpb is None:
             continue
         num_compared += 1
-        if not _agree(stated_bpb, float(score.bpb)):
-            wrong.append(f"seed {seed}: val_bpb {stated_bpb:g}, its log has {score.bpb}")
+        if not any(_agree(stated_bpb, float(value)) for value in logged):
+            wrong.append(f"seed {seed}: val_bpb {stated_bpb:g}, its log has {', '.join(logged)}")
     if wrong:
         return Finding("claims", FAIL, "; ".join(wrong), {"logged": scores})
     if not num_compared:
@@ -280,10 +282,17 @@ def seeds(case: Submission) -> Finding:
     losses = [run.losses_sha256 for run in case.runs if run.losses_sha256]
     if len(losses) > len(set(losses)):
         wrong.append("two logs have the same training losses")
-    stated = set(_stated_seeds(case.about or {})) - set(names)
-    if stated:
-        wrong.append(f"no log of seed {', '.join(map(str, sorted(stated)))} in {ABOUT}")
+    stated = set(_stated_seeds(case.about or {}))
+    if lost := sorted(stated - set(names)):
+        wrong.append(f"no log of seed {', '.join(map(str, lost))}, which {ABOUT} names")
     distinct = {seed for seed in names if seed is not None}
+    if stated and (unnamed := sorted(distinct - stated)):
+        missing.append(
+            f"{ABOUT} does not name seed {', '.join(map(str, unnamed))}, which has a log"
+        )
+    again = sorted({str(seed) for seed in names if seed is not None and names.count(seed) > 1})
+    if again:
+        missing.append(f"seed {', '.join(again)} has several logs")
     if len(distinct) < NUM_SEEDS:
         missing.append(f"{len(distinct)} of {NUM_SEEDS} seeds have logs")
     sources = {run.source_sha256 for run in case.runs if run.source_sha256}
@@ -306,7 +315,9 @@ def training_time(case: Submission) -> Finding:
         if run.train_seconds is None:
             continue
         # The last step may begin within the time and end after it.
-        step = run.train_seconds / run.num_steps if run.num_steps else 0.0
+        step = min(
+            LONGEST_STEP_SECONDS, run.train_seconds / run.num_steps if run.num_steps else 0.0
+        )
         total = run.train_seconds + (run.hessian_seconds or 0.0)
         rows.append({"log": run.name, "loop": run.train_seconds, "with_calibration": total})
         if run.train_seconds > limit + step:
@@ -366,7 +377,8 @@ def selection(case: Submission) -> Finding:
         others = [bpb for bpb in same if not math.isclose(bpb, float(score.bpb), abs_tol=6e-5)]
         if others:
             repeated.append(f"{run.name} has {1 + len(others)} scores named {score.method}")
-        stated = _number(_stated_seeds(case.about or {}).get(run.seed or 0, {}).get("val_bpb"))
+        rows = _stated_seeds(case.about or {})
+        stated = None if run.seed is None else _number(rows.get(run.seed, {}).get("val_bpb"))
         if stated is not None and any(_agree(stated, bpb) for bpb in others if bpb == min(same)):
             chosen.append(f"{run.name}: the lowest of {1 + len(others)} scores is claimed")
     if chosen:
@@ -416,12 +428,14 @@ def significance(case: Submission) -> Finding:
 
 def download(case: Submission) -> Finding:
     """R05, R18: the code that runs opens no network and installs nothing. A hint, no proof."""
-    return _hints("downloads", case, case.scan.downloads if case.scan else ())
+    seen = case.scan
+    return _hints("downloads", seen, *((seen.downloads, seen.downloads_off) if seen else ((), ())))
 
 
 def static_scan(case: Submission) -> Finding:
     """A22: patterns of invalid scoring in the code that runs. Hints, never a verdict."""
-    return _hints("static scan", case, case.scan.smells if case.scan else ())
+    seen = case.scan
+    return _hints("static scan", seen, *((seen.smells, seen.smells_off) if seen else ((), ())))
 
 
 # What no file of a submission shows, and what would.
@@ -462,18 +476,26 @@ def judge_submission(case: Submission) -> list[Finding]:
             finding = rule(case)
         except UnderparError as error:
             finding = judge(name, False, f"refused: {error}")
-        findings.append(replace(finding, seconds=time.perf_counter() - started))
+        seconds, summary = time.perf_counter() - started, _printable(finding.summary)
+        findings.append(replace(finding, seconds=seconds, summary=summary))
     return findings + [
         not_shown(name, f"needs more than files. {why}") for name, why in UNSEEN.items()
     ]
 
 
-def _hints(rule: str, case: Submission, hints: Iterable[Any]) -> Finding:
-    seen = case.scan
+def _printable(text: str) -> str:
+    """A summary without control characters, which names and logs of others may hold."""
+    line = "".join(c if c.isascii() and c.isprintable() else "?" for c in text)
+    return line if len(line) <= LONGEST_SUMMARY else f"{line[:LONGEST_SUMMARY]}..."
+
+
+def _hints(
+    rule: str, seen: Scan | None, hints: Iterable[Smell], switched_off: Iterable[Smell]
+) -> Finding:
     if seen is None:
         return not_shown(rule, f"no {SCRIPT} that can be read")
     rows = [vars(hint) for hint in hints]
-    off = [vars(hint) for hint in seen.switched_off]
+    off = [vars(hint) for hint in switched_off]
     evidence = {"hints": rows, "switched_off": off, "unread": seen.unread}
     if seen.unread:
         return not_shown(rule, f"code is hidden in {', '.join(seen.unread)}", **evidence)
@@ -481,7 +503,9 @@ def _hints(rule: str, case: Submission, hints: Iterable[Any]) -> Finding:
         text = "; ".join(f"{row['file']}:{row['line']} {row['text']}" for row in rows[:3])
         more = f" and {len(rows) - 3} more" if len(rows) > 3 else ""
         return not_shown(rule, f"to be read by a person: {text}{more}", **evidence)
-    return Finding(rule, PASS, f"no hint in {seen.num_lines:,} lines that can run", evidence)
+    text = f"no hint in {seen.num_lines:,} lines that can run"
+    text += f"; {len(off)} in code that the logged settings switch off" if off else ""
+    return Finding(rule, PASS, text, evidence)
 
 
 def _totals(case: Submission) -> dict[str, int]:
@@ -591,6 +615,18 @@ def _differing_settings(runs: Sequence[Log]) -> dict[str, set[str]]:
     return differing
 
 
+def _means(case: Submission) -> Iterator[float]:
+    """Means of all logs, and of one log per seed if seeds were run again or are left out."""
+    yield fmean(case.scores)
+    by_seed: dict[int | None, list[float]] = {}
+    stated = _stated_seeds(case.about or {})
+    for run in case.runs:
+        if run.score and (not stated or run.seed in stated):
+            by_seed.setdefault(run.seed, []).append(float(run.score.bpb))
+    if by_seed and math.prod(map(len, by_seed.values())) <= 4_096:
+        yield from map(fmean, product(*by_seed.values()))
+
+
 def _stated_seeds(about: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
     """Seeds of submission.json with what it says of each."""
     stated: dict[int, Mapping[str, Any]] = {}
@@ -619,7 +655,9 @@ def _number(value: Any) -> float | None:
 
 def _may_be_log(name: str) -> bool:
     path = Path(name)
-    is_text = path.suffix == ".txt" and not re.match("requirements|license|notice", name.lower())
+    is_text = path.suffix == ".txt" and not re.match(
+        "requirements|license|notice", path.name.lower()
+    )
     return path.suffix == ".log" or is_text
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 # The code of no submission is longer; what unpacks to more is not unpacked.
-LARGEST_SOURCE_BYTES = 8_000_000
+LARGEST_SOURCE_BYTES = 4_000_000
 # Bytes of memory that lzma may ask for: the most that its presets need.
 MOST_MEMORY = 1 << 27
 

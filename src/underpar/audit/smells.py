@@ -25,11 +25,15 @@ BEST = re.compile(r"(^|_)(best|lowest|min|max|cap|limit|prev|last|floor)(_|$)")
 SCORE = re.compile(r"(^|_)(val|bpb|score|scored|nll|bits|byte|loss)\w*_(sum|total|acc|count)s?$")
 JUDGES = re.compile(r"(^|_)(eval|val|ttt|score|scoring)(_|$)")
 LOSS_CALL = re.compile(r"cross_entropy|nll_loss|(^|_)(loss|nll|ce|model|net)$|(^|_)forward(_|$)")
-TRAINS = re.compile(r"(^|_)(train|fit|finetune|calibrate|hessians?|gptq|quantize)(_|$)")
+TRAINS = re.compile(
+    r"(^|_)(train|fit|finetune|calibrate|hessians?|gptq|awq|quantize|warm_?up)(_|$)"
+)
 VALIDATION = re.compile(r"(^|_)val_(tokens|data|files|loader|stream|bytes|ids)$")
 GATE = re.compile(r"(^|_)(gate|gated|hint|hints|expert|boost|tilt)(_|$)")
 CLASS_TABLE = re.compile(r"(^|_)(boundary|space|starts?|word|class)(_|$)")
 SPACE = "\u2581"
+# Bundles of this package have about a hundred sources.
+MOST_TEXTS = 2_000
 
 NETWORK_MODULES = {
     "requests", "urllib.request", "urllib3", "http.client", "httpx", "aiohttp", "ftplib", "socket",
@@ -61,8 +65,9 @@ class Scan:
 
     smells: tuple[Smell, ...]
     downloads: tuple[Smell, ...]
-    # Hints in code that only the logged settings keep from running.
-    switched_off: tuple[Smell, ...]
+    # The same two in code that only the logged settings keep from running.
+    smells_off: tuple[Smell, ...]
+    downloads_off: tuple[Smell, ...]
     # Texts of all code that was read, by file; packed code has the name of its file and a number.
     texts: Mapping[str, str]
     # Files beside the script that it imports, directly or not.
@@ -84,15 +89,16 @@ def scan(
         everything = reachable(trees, name, {})
         bodies = reachable(trees, name, settings) if settings else everything
         smells, calls = _smells_of(bodies), _downloads_of(bodies)
-        every = _smells_of(everything) + _downloads_of(everything)
+        smells_off = [smell for smell in _smells_of(everything) if smell not in smells]
+        calls_off = [smell for smell in _downloads_of(everything) if smell not in calls]
         lines = {(body.file, node.lineno) for body in bodies for node in _with_line(body.nodes)}
     except RecursionError:
-        return Scan((), (), (), texts, tuple(helpers), (name,), 0)
-    off = [smell for smell in every if smell not in smells and smell not in calls]
+        return Scan((), (), (), (), texts, tuple(helpers), (name,), 0)
     return Scan(
         tuple(smells),
         tuple(calls),
-        tuple(off),
+        tuple(smells_off),
+        tuple(calls_off),
         texts,
         tuple(helpers),
         tuple(dict.fromkeys(unread)),
@@ -118,6 +124,10 @@ def _collect(
     waiting = [(name, script)]
     while waiting:
         file, text = waiting.pop()
+        # Packed code may unpack to itself.
+        if len(texts) >= MOST_TEXTS:
+            unread.append(file)
+            break
         texts[file] = text
         tree = parse(text)
         if tree is None:
