@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from underpar.audit.foreign import (
     open_submission,
 )
 from underpar.audit.logs import parse_log
-from underpar.errors import RuleError, RunError
+from underpar.errors import RuleError, RunError, UnderparError
 from underpar.stages.foreign import audit_submission
 
 # The record to beat: PR 1855.
@@ -161,6 +162,12 @@ LOG_CASES = {
     ),
     "two seeds only": (logs()[:2], "seeds", NOT_SHOWN, "2 of 3 seeds"),
     "shards of a leaky split (issue 2127)": (all_logs(shards=1_499), "splits", FAIL, "issue 2127"),
+    "SLOT, on by its setting (PR 1229)": (
+        all_logs(settings={"slot_enabled": True}),
+        "static scan",
+        NOT_SHOWN,
+        "scores targets after a step",
+    ),
     "the lowest of several epochs (PR 568)": (
         all_logs(passes=("quantized_ttt_phased val_loss:2.30000000 val_bpb:1.05100000",)),
         "selection",
@@ -231,13 +238,30 @@ def run_a_seed_again(folder: Path) -> None:
     (folder / "train_seed42_again.log").write_text(log.replace("9.0042", "9.1042"))
 
 
+def install_a_package(folder: Path) -> None:
+    script = SCRIPT.replace("    h = Hyper", "    os.system('pip install brotli')\n    h = Hyper")
+    (folder / "train_gpt.py").write_text(script)
+
+
+def hide_code(folder: Path) -> None:
+    (folder / "helper.py").write_text("order_of = list\nexec(open('model.ptz', 'rb').read())\n")
+
+
 FILE_CASES = [
+    (install_a_package, "downloads", NOT_SHOWN, "runs pip"),
+    (hide_code, "static scan", NOT_SHOWN, "code is hidden in helper.py"),
     (leave_a_seed_out, "seeds", NOT_SHOWN, "does not name seed 0"),
     (leave_a_seed_out, "claims", PASS, ""),
     (run_a_seed_again, "seeds", NOT_SHOWN, "seed 42 has several logs"),
     (run_a_seed_again, "claims", PASS, ""),
     (write_another_score, "claims", FAIL, "val_bpb 1.0429, the logs have 1.0575"),
     (write_another_seed, "claims", FAIL, "seed 42"),
+    (
+        lambda f: edit_about(f, seed_results={}, seeds={"seed_42": {"val_bpb": 1.04}}),
+        "claims",
+        FAIL,
+        "seed 42",
+    ),
     (write_fewer_bytes, "claims", FAIL, "15,000,000 bytes in all"),
     (list_a_seed_without_log, "seeds", FAIL, "no log of seed 999"),
     (copy_a_log, "seeds", FAIL, "same training losses"),
@@ -458,3 +482,29 @@ def test_hostile_files_are_refused_or_judged(tmp_path: Path) -> None:
         (folder / f"{number}.txt").touch()
     with pytest.raises(RunError, match="one record"):
         open_submission(folder)
+
+
+def test_damaged_files_give_findings_or_one_line(tmp_path: Path) -> None:
+    folder = write_submission(tmp_path / "s")
+    names = ["train_seed42.log", "submission.json", "train_gpt.py", "helper.py"]
+    whole = {name: (folder / name).read_bytes() for name in names}
+    rng = random.Random(5)
+    verdicts = set()
+    for case in range(60):
+        name = names[case % len(names)]
+        raw = bytearray(whole[name])
+        for _ in range(rng.choice([1, 5, 50])):
+            place = rng.randrange(len(raw))
+            raw[place : place + rng.choice([0, 1, 9])] = rng.choice(
+                [b"", b"\0", b"9" * 30, b"(((", b'{"', b"\n", rng.randbytes(3), raw[:60]]
+            )
+        (folder / name).write_bytes(raw[: rng.choice([len(raw), len(raw) // 2])])
+        try:
+            findings = judge_submission(open_submission(folder))
+        except UnderparError as error:
+            assert "\n" not in str(error)
+        else:
+            verdicts |= {finding.verdict for finding in findings}
+            json.dumps([finding.as_dict() for finding in findings], allow_nan=False)
+        (folder / name).write_bytes(whole[name])
+    assert verdicts >= {PASS, FAIL, NOT_SHOWN}

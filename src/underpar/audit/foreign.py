@@ -630,15 +630,13 @@ def _means(case: Submission) -> Iterator[float]:
 def _stated_seeds(about: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
     """Seeds of submission.json with what it says of each."""
     stated: dict[int, Mapping[str, Any]] = {}
-    listed = about.get("seeds")
-    for seed in listed if isinstance(listed, list) else []:
-        if isinstance(seed, int):
-            stated[seed] = {}
-    results = about.get("seed_results")
-    for name, row in results.items() if isinstance(results, dict) else ():
-        number = re.fullmatch(r"(?:seed[_-]?)?([0-9]{1,18})", str(name))
-        if number and isinstance(row, dict):
-            stated[int(number[1])] = row
+    for value in (about.get("seeds"), about.get("seed_results")):
+        if isinstance(value, list):
+            stated |= {seed: {} for seed in value if isinstance(seed, int)}
+        for name, row in value.items() if isinstance(value, dict) else ():
+            number = re.fullmatch(r"(?:seed[_-]?)?([0-9]{1,18})", str(name))
+            if number and isinstance(row, dict):
+                stated[int(number[1])] = row
     return stated
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -109,7 +110,10 @@ def scan(
 def parse(text: str) -> ast.Module | None:
     """The syntax tree of a source; None if it is not Python or nested too deeply."""
     try:
-        return ast.parse(text)
+        # Odd escapes in a source of others are no news for the person who judges it.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
 
