@@ -187,7 +187,7 @@ def test_compare_numbers_and_runs(tiny_run: TinyRun) -> None:
     assert "lower bits per byte" in run(*words)
     folder = tiny_run.folder.path
     mixed = run_json(
-        "compare", folder, folder / "score-adapt.json", "--with", folder, "--with", "3.0"
+        "compare", folder, "3.1", "--with", folder / "score-adapt.json", "--with", "3.0"
     )
     assert len(mixed["tests"]) == 3
 

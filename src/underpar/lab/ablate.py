@@ -18,6 +18,7 @@ from underpar.build.model import weight_shapes
 from underpar.core.progress import SILENT, Progress
 from underpar.core.run_folder import RunFolder, write_atomic, write_json
 from underpar.core.runtime import open_runtime
+from underpar.core.stats import student_interval
 from underpar.core.versions import device_name, versions
 from underpar.data.folder import data_identity, load_data
 from underpar.errors import BenchError, RecipeError, RunError
@@ -31,7 +32,6 @@ from underpar.lab.runs import (
     read_tail,
     run_jobs,
 )
-from underpar.lab.stats import student_interval
 from underpar.recipe import Recipe, load_recipe, nearest
 
 LOOP = "loop"

@@ -1,61 +1,102 @@
-"""Compare the scores of two sets of runs: the gain, its interval, its p values."""
+"""Compare the scores of two sets of runs: the gain, its interval, its p values, what it is worth.
+
+Both sides are in bits per byte. Margins may be given in bits per byte or in nats per token, which
+are converted with the bytes per token of the new side.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
+from underpar.audit.acceptance import (
+    MARGIN_NATS,
+    acceptance,
+    bpb_to_nats,
+    nats_to_bpb,
+    plan,
+)
 from underpar.core.run_folder import RunFolder
+from underpar.core.stats import GainTest, paired, welch
 from underpar.errors import BenchError
-from underpar.lab.stats import paired, seeds_needed, welch
-
-# Parameter Golf accepts a record if it is better by this margin, in nats per token (rules R14).
-RECORD_MARGIN_NATS = 0.005
-LN_2 = 0.6931471805599453
 
 
 @dataclass(frozen=True)
 class Result:
-    """The score of one run: bits per byte, seed of the training, bytes per target."""
+    """The score of one run: bits per byte, seed of the training, bytes per target.
+
+    A number that was given instead of a run has nothing but its bits per byte.
+    """
 
     name: str
     bpb: float
     seed: int | None = None
     bytes_per_target: float | None = None
     data: str | None = None
+    num_bytes: int | None = None
+    method: str | None = None
+    artifact: str | None = None
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.bpb) and self.bpb > 0):
+            raise BenchError(
+                f"{self.name:.80}: {self.bpb} bits per byte; expected a finite number above 0"
+            )
 
 
 def read_result(text: str, method: str) -> Result:
     """The score in a run folder, in a score file, or given as a number of bits per byte."""
     try:
-        return Result(text, float(text))
+        bpb = float(text)
     except ValueError:
         pass
+    else:
+        return Result(text, bpb)
     path = Path(text)
     if not path.exists():
-        raise BenchError(f"{text!r} is neither a number, a run folder nor a score file")
+        raise BenchError(f"{text!r:.120} is neither a number, a run folder nor a score file")
     folder = RunFolder(path if path.is_dir() else path.parent)
     tree = folder.read_json(folder.score_file(method) if path.is_dir() else path)
     seed = folder.read_recipe().train.seed if folder.recipe_file.exists() else None
     try:
-        width = tree["bytes"] / tree["targets"]
-        return Result(text, float(tree["bpb"]), seed, width, tree.get("data_identity"))
-    except (KeyError, TypeError, ZeroDivisionError) as error:
-        raise BenchError(f"{text} is not a score file ({error!r})") from error
+        words = {key: tree.get(key) for key in ("data_identity", "method", "artifact_sha256")}
+        data, label, artifact = (None if w is None else str(w) for w in words.values())
+        bpb, num_bytes, num_targets = float(tree["bpb"]), int(tree["bytes"]), int(tree["targets"])
+        width = num_bytes / num_targets
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise BenchError(f"{text} is not a score file ({error!r:.120})") from error
+    return Result(text, bpb, seed, width, data, num_bytes, label, artifact)
 
 
-def compare(old: Sequence[Result], new: Sequence[Result]) -> dict[str, Any]:
-    """Welch's test at margin 0 and at the record's margin; a paired test if the seeds match."""
-    if len({r.data for r in (*old, *new) if r.data}) > 1:
-        raise BenchError("these scores are of different held-out texts and do not compare")
+def compare(
+    old: Sequence[Result],
+    new: Sequence[Result],
+    bytes_per_token: float | None = None,
+    margin_nats: float | None = None,
+    margin_bpb: float | None = None,
+) -> dict[str, Any]:
+    """Welch's test at margin 0, at the record's margin and at margins of the caller's.
+
+    A paired test is added if the seeds match, and whether the gain meets the rules of the field.
+    `bytes_per_token` replaces that of the new side's score files.
+    """
+    _check_sides(old, new)
+    if bytes_per_token is None:
+        bytes_per_token = mean_bytes_per_token(new)
+    elif not 0 < bytes_per_token < math.inf:
+        raise BenchError(f"{bytes_per_token} bytes per token; expected a finite number above 0")
     olds, news = [r.bpb for r in old], [r.bpb for r in new]
     tests = [welch(olds, news)]
-    per_token = record_margin_bpb(new)
-    if per_token is not None:
+    if bytes_per_token:
         # The rules leave open whether the margin is per token or per byte: test both.
-        tests += [welch(olds, news, m) for m in (per_token, RECORD_MARGIN_NATS / LN_2)]
+        per_token, per_byte = nats_to_bpb(MARGIN_NATS, bytes_per_token), nats_to_bpb(MARGIN_NATS, 1)
+        tests += [welch(olds, news, m) for m in (per_token, per_byte)]
+    extra = _extra_margins(bytes_per_token, margin_nats, margin_bpb)
+    tests += [welch(olds, news, margin) for margin in extra]
     pairs = pair_by_seed(old, new)
     if pairs:
         tests.append(paired(*pairs))
@@ -64,16 +105,20 @@ def compare(old: Sequence[Result], new: Sequence[Result]) -> dict[str, Any]:
         "old": [vars(r) for r in old],
         "new": [vars(r) for r in new],
         "gain_bpb": gain,
-        "tests": [t.as_dict() for t in tests],
+        "gain_nats_per_token": bpb_to_nats(gain, bytes_per_token) if bytes_per_token else None,
+        "bytes_per_token": bytes_per_token,
+        "tests": [_in_both_units(test, bytes_per_token) for test in tests],
         "paired_by_seed": pairs is not None,
-        "seeds_needed_for_this_gain": _plan(gain, max(_deviation(olds), _deviation(news))),
+        "seeds_needed_for_this_gain": plan(gain, max(stdev(olds), stdev(news)), 0.01),
+        "acceptance": [rule.as_dict() for rule in acceptance(olds, news, bytes_per_token)],
+        "notes": _notes(old, new, tests[0]),
     }
 
 
-def record_margin_bpb(new: Sequence[Result]) -> float | None:
-    """The record's margin in bits per byte, for the tokens of the new runs."""
-    widths = [r.bytes_per_target for r in new if r.bytes_per_target]
-    return RECORD_MARGIN_NATS / LN_2 * len(widths) / sum(widths) if widths else None
+def mean_bytes_per_token(results: Sequence[Result]) -> float | None:
+    """Bytes per token of those results that know theirs."""
+    widths = [r.bytes_per_target for r in results if r.bytes_per_target]
+    return fmean(widths) if widths else None
 
 
 def pair_by_seed(
@@ -88,16 +133,71 @@ def pair_by_seed(
     return [olds[s] for s in seeds], [news[s] for s in seeds]
 
 
-def _plan(gain: float, sigma: float) -> int | None:
-    if gain <= 0 or sigma <= 0:
-        return None
-    try:
-        return seeds_needed(gain, sigma)
-    except BenchError:
-        # The gain needs more seeds than `seeds_needed` searches.
-        return None
+def _check_sides(old: Sequence[Result], new: Sequence[Result]) -> None:
+    """Refuse sides that a test would answer with a wrong p."""
+    for name, side in (("old", old), ("new", new)):
+        if len(side) < 2:
+            raise BenchError(
+                f"the {name} side has {len(side)} result; a test needs 2 runs or more per side"
+            )
+        methods = sorted({r.method for r in side if r.method})
+        if len(methods) > 1:
+            raise BenchError(
+                f"the {name} side mixes scoring methods ({', '.join(methods)}); give one per side"
+            )
+        seen: dict[str, str] = {}
+        for result in side:
+            # A number may be given twice: two runs can have the same score to the digits given.
+            if result.num_bytes is None:
+                continue
+            if (run := result.artifact or result.name) in seen:
+                raise BenchError(f"{result.name} is the run of {seen[run]} again; give it once")
+            seen[run] = result.name
+    for what, values in (
+        ("held-out texts", {r.data for r in (*old, *new) if r.data}),
+        ("numbers of held-out bytes", {r.num_bytes for r in (*old, *new) if r.num_bytes}),
+    ):
+        if len(values) > 1:
+            named = " and ".join(sorted(f"{value!s:.12}" for value in values))
+            raise BenchError(f"scores of different {what} do not compare: {named}")
 
 
-def _deviation(values: Sequence[float]) -> float:
-    mean = sum(values) / len(values)
-    return float((sum((v - mean) ** 2 for v in values) / max(len(values) - 1, 1)) ** 0.5)
+def _extra_margins(
+    bytes_per_token: float | None, margin_nats: float | None, margin_bpb: float | None
+) -> list[float]:
+    for value in (margin_nats, margin_bpb):
+        if value is not None and not 0 <= value < math.inf:
+            raise BenchError(f"margin {value}; expected a finite number of 0 or more")
+    margins = []
+    if margin_nats is not None:
+        if not bytes_per_token:
+            raise BenchError(
+                f"a margin of {margin_nats:g} nats per token needs the tokens of the new side; "
+                "give --bytes-per-token or run folders"
+            )
+        margins.append(nats_to_bpb(margin_nats, bytes_per_token))
+    if margin_bpb is not None:
+        margins.append(margin_bpb)
+    return margins
+
+
+def _in_both_units(test: GainTest, bytes_per_token: float | None) -> dict[str, Any]:
+    nats = bpb_to_nats(test.margin, bytes_per_token) if bytes_per_token else None
+    return test.as_dict() | {"margin_nats_per_token": nats}
+
+
+def _notes(old: Sequence[Result], new: Sequence[Result], test: GainTest) -> list[str]:
+    """What a reader must know to weigh the result."""
+    notes = []
+    methods = [{r.method for r in side if r.method} for side in (old, new)]
+    if all(methods) and methods[0] != methods[1]:
+        names = " and ".join(next(iter(m)) for m in methods)
+        notes.append(f"the sides are scored by different methods ({names})")
+    runs = [{r.artifact or r.name: r.name for r in side if r.num_bytes} for side in (old, new)]
+    if methods[0] == methods[1]:
+        shared = sorted(runs[0][run] for run in runs[0].keys() & runs[1].keys())
+        notes += [f"{name} is on both sides, which hides a gain" for name in shared]
+    if test.interval.low == test.interval.high:
+        notes.append("neither side varies: p says only which mean is lower")
+    notes.append("p holds if the seeds were chosen before the runs and no run was left out")
+    return notes

@@ -27,8 +27,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from underpar.core import stats
 from underpar.errors import BenchError
-from underpar.lab import stats
 from underpar.lab.clocks import ClockSample
 
 Series = Literal["measured", "control"]

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats as reference
 
+from underpar.core import stats
+from underpar.core.stats import Interval
 from underpar.errors import BenchError
-from underpar.lab import stats
-from underpar.lab.stats import Interval
 
 # Final BPB by seed of public records; openai/parameter-golf PR 2014, 2135, 1953, 1855.
 PR2014 = [1.05740567, 1.05730104, 1.05807084]
