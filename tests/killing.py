@@ -7,6 +7,7 @@ torch forbids gradients in forks of a process that has computed some.
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -48,11 +49,16 @@ class Killer:
         seconds: float | None = None,
         event: int | None = None,
         copies: int = 1,
+        file_bytes: int | None = None,
     ) -> list[End]:
-        """Run a command, so many times at once; kill it after `seconds` or before an event."""
+        """Run a command, so many times at once; kill it after `seconds` or before an event.
+
+        `file_bytes` is the most that a file can grow to, as on a full disk.
+        """
         assert self._process.stdin and self._process.stdout
         request = {"words": [*map(str, words)], "seconds": seconds, "event": event}
-        self._process.stdin.write(json.dumps(request | {"copies": copies}) + "\n")
+        request |= {"copies": copies, "file_bytes": file_bytes}
+        self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         return [End(**end) for end in json.loads(self._process.stdout.readline())]
 
@@ -96,7 +102,7 @@ def killed_before(event: int, work: Callable[[], object]) -> bool:
     return code != 0
 
 
-def start(words: list[str], event: int | None, output: Path) -> int:
+def start(request: dict[str, Any], output: Path) -> int:
     """Fork a process for a command."""
     child = os.fork()
     if child:
@@ -108,9 +114,11 @@ def start(words: list[str], event: int | None, output: Path) -> int:
         descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
-        sys.argv[1:] = words
-        if event is not None:
-            kill_before(event)
+        sys.argv[1:] = request["words"]
+        if request["file_bytes"] is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (request["file_bytes"],) * 2)
+        if request["event"] is not None:
+            kill_before(request["event"])
         cli.main()
     except SystemExit as end:
         code = int(end.code or 0)
@@ -126,7 +134,7 @@ def serve(folder: Path) -> None:
         request = json.loads(line)
         began = time.monotonic()
         outputs = [folder.with_name(f"output-{i}") for i in range(request["copies"])]
-        children = {start(request["words"], request["event"], o): o for o in outputs}
+        children = {start(request, output): output for output in outputs}
         limit = request["seconds"]
         ends: dict[int, dict[str, Any]] = {}
         while len(ends) < len(children):
@@ -145,7 +153,6 @@ def serve(folder: Path) -> None:
 
 if __name__ == "__main__":
     import torch
-
 
     torch.set_num_threads(1)
     serve(Path(sys.argv[1]))

@@ -47,8 +47,8 @@ def _run_demo(recipe: Recipe, out: Path, progress: Progress, is_full: bool) -> d
     started = time.perf_counter()
     runtime = open_runtime("cpu")
     data, folder = out / "data", fresh_run(out / "run", recipe)
-    overwrite = is_demo_data(data)
-    build_data_folder([demo_corpus()], data, build_options(recipe), progress, overwrite)
+    has_old = is_demo_data(data)
+    build_data_folder([demo_corpus()], data, build_options(recipe), progress, overwrite=has_old)
     trained = train(recipe, data, folder, runtime, progress)
     if not trained["finished"]:
         raise UnderparError(
