@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from underpar.core.runtime import Runtime
 
 LOCK_NAME = ".lock"
-MAX_COMMAND_CHARACTERS = 80
+MAX_COMMAND_CHARACTERS = 60
 # What file systems without locks answer.
 UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
@@ -122,8 +123,9 @@ def _is_still(lock: int, file: Path) -> bool:
 
 def _own_command() -> str:
     program = Path(sys.argv[0] or "python").name
-    words = ["underpar" if program == "__main__.py" else program, *sys.argv[1:]]
-    return " ".join(words)
+    # Without options: an access token may be among them, and others can read the file.
+    words = takewhile(lambda word: not word.startswith("-"), sys.argv[1:])
+    return " ".join(["underpar" if program == "__main__.py" else program, *words])
 
 
 def _read_holder(lock: int) -> str:

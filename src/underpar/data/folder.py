@@ -62,17 +62,14 @@ def load_data(folder: Path, verify: bool = True, refuse_shared: bool = True) -> 
     A document in both splits is an error, unless `refuse_shared` is false (for the audit that looks
     for such documents). A folder that is replaced meanwhile is opened again.
     """
-    while True:
-        before = _inode(folder)
-        try:
-            data = _load_data(folder, verify, refuse_shared)
-        # Of any kind: parts of two folders fit in no known way.
-        except Exception:
-            if before == _inode(folder):
-                raise
-        else:
-            if before == _inode(folder):
-                return data
+    before = _inode(folder)
+    try:
+        return _load_data(folder, verify, refuse_shared)
+    # Of any kind: parts of two folders do not fit together in many ways.
+    except Exception:
+        if before == _inode(folder):
+            raise
+    return _load_data(folder, verify, refuse_shared)
 
 
 def _inode(folder: Path) -> int | None:
