@@ -75,6 +75,28 @@ def test_a_worker_that_outlives_its_killed_parent_holds_no_lock(tmp_path: Path) 
         process.communicate()
 
 
+def test_a_forked_child_that_goes_on_leaves_the_lock_to_its_parent(tmp_path: Path) -> None:
+    child = 1
+    try:
+        with lock_folder(tmp_path):
+            child = os.fork()
+            if child:
+                status = os.waitpid(child, 0)[1]
+                assert os.waitstatus_to_exitcode(status) == 7
+                assert "is in use by process" in refusal(tmp_path)
+    finally:
+        if child == 0:
+            os._exit(7)
+
+
+def test_words_that_are_no_text_are_no_trouble(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/underpar", "train", "caf\udce9"])
+    with lock_folder(tmp_path):
+        assert f"process {os.getpid()} (underpar train caf?)" in refusal(tmp_path)
+
+
 def test_a_folder_that_is_not_there_is_only_made_if_asked(tmp_path: Path) -> None:
     with lock_folder(tmp_path / "run"):
         assert not (tmp_path / "run").exists()

@@ -80,14 +80,17 @@ def lock_file(file: Path, folder: Path) -> Iterator[None]:
     try:
         with writing(folder):
             os.ftruncate(lock, 0)
-            os.write(lock, f"{os.getpid()} {platform.node()} {_own_command()}".encode())
+            about = f"{os.getpid()} {platform.node()} {_own_command()}"
+            os.write(lock, about.encode("ascii", errors="replace"))
         yield
     finally:
-        # Removed before it is released, so that whoever opened it meanwhile finds out.
-        if _is_still(lock, file):
-            file.unlink(missing_ok=True)
-        _OPEN_LOCKS.discard(lock)
-        os.close(lock)
+        # Not in a forked child, which has no lock.
+        if lock in _OPEN_LOCKS:
+            # Removed before it is released, so that whoever opened it meanwhile finds out.
+            if _is_still(lock, file):
+                file.unlink(missing_ok=True)
+            _OPEN_LOCKS.remove(lock)
+            os.close(lock)
 
 
 def _acquire(file: Path, folder: Path) -> int:
