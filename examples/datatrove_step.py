@@ -26,7 +26,8 @@ class Read(BaseDiskReader):
 def tokenize(data, rank, world_size, out, options):
     """Write the documents of a rank; filters may stand before this step."""
     texts = ((doc.metadata["file_path"], doc.text) for doc in data)
-    write_part(texts, out / f"{rank:05d}", options)
+    # A rank that was stopped before it was recorded as finished writes its folder again.
+    write_part(texts, out / f"{rank:05d}", options, overwrite=True)
 
 
 def main(inputs, tokenizer, out, tasks, workers):

@@ -12,8 +12,8 @@ out=${1:-laptop}
 text=${2:-$here/../src/underpar/data/demo/demo.jsonl.xz}
 
 # Train a tokenizer on the training documents and write the tokens of both splits. One document in
-# ten is held out, by its hash.
-underpar data build "$text" --out "$out/data" --recipe demo "${@:3}"
+# ten is held out, by its hash. --overwrite: a second start replaces the data folder of the first.
+underpar data build "$text" --out "$out/data" --recipe demo --overwrite "${@:3}"
 
 # Say what was built: documents, tokens, bytes per token, and what the reader changed.
 underpar data inspect "$out/data"

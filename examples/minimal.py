@@ -53,7 +53,8 @@ STEP_TOKENS = 1024
 def build_tokens(folder: Path) -> DataFolder:
     """Train a tokenizer on the embedded corpus and write the tokens of both splits."""
     # One document in ten is held out, by its hash. The tokenizer never sees held-out text.
-    build_data([demo_corpus()], folder, BuildOptions(RECIPE.model.vocab_size, holdout=0.1))
+    options = BuildOptions(RECIPE.model.vocab_size, holdout=0.1)
+    build_data([demo_corpus()], folder, options, overwrite=True)
     return load_data(folder)
 
 

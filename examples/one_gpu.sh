@@ -15,7 +15,7 @@ underpar doctor
 
 # Train a vocabulary of 8,192 with capitals written as operators, and write the tokens of both
 # splits. One process per core reads the text.
-underpar data build "$text" --out "$out/data" --recipe h200-300s "${@:3}"
+underpar data build "$text" --out "$out/data" --recipe h200-300s --overwrite "${@:3}"
 
 # Name documents that both splits share, exactly or nearly: they would make the score too good.
 underpar data audit "$out/data"

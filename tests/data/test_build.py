@@ -249,28 +249,28 @@ def test_progress_counts_the_documents_of_both_passes(docs: Path, tmp_path: Path
     assert ("tokenizer", 43) in calls and calls[-1] == ("encode", 43)
 
 
-def test_an_interrupted_build_is_not_accepted(docs: Path, tmp_path: Path) -> None:
-    build_data([docs], tmp_path, OPTIONS)
+def test_an_interrupted_build_leaves_the_old_folder(docs: Path, tmp_path: Path) -> None:
+    build_data([docs], tmp_path / "out", OPTIONS)
+    before = contents(tmp_path / "out")
 
     def interrupt(stage: str, num_documents: int) -> None:
         if stage == "encode":
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        build_data([docs], tmp_path, replace(OPTIONS, vocab_size=380), interrupt)
-    with pytest.raises(DataError, match="no finished data folder here"):
-        load_data(tmp_path)
-    assert not [name for name in contents(tmp_path) if name.endswith(".part")]
+        build_data([docs], tmp_path / "out", replace(OPTIONS, vocab_size=380), interrupt, True)
+    assert contents(tmp_path / "out") == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_bad_inputs_leave_an_old_folder_alone(docs: Path, folder: Path, tmp_path: Path) -> None:
     before = contents(folder)
     with pytest.raises(DataError, match="no such file"):
-        build_data([tmp_path / "gone.jsonl"], folder, OPTIONS)
+        build_data([tmp_path / "gone.jsonl"], folder, OPTIONS, overwrite=True)
     with pytest.raises(DataError, match="too small for vocab_size 60000"):
-        build_data([docs], folder, replace(OPTIONS, vocab_size=60_000))
+        build_data([docs], folder, replace(OPTIONS, vocab_size=60_000), overwrite=True)
     with pytest.raises(DataError, match=r"docs\.jsonl: named 2 times"):
-        build_data([docs, docs], folder, OPTIONS)
+        build_data([docs, docs], folder, OPTIONS, overwrite=True)
     assert contents(folder) == before
 
 
@@ -292,7 +292,7 @@ def test_an_empty_split_is_refused(docs: Path, folder: Path, tmp_path: Path) -> 
     for holdout, split in ((1e-9, "val"), (1 - 1e-9, "train")):
         message = refusal([docs], tmp_path, replace(options, holdout=holdout))
         assert f"none of 43 documents falls into {split}" in message
-    assert list(contents(tmp_path)) == ["tokenizer.model"]
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
@@ -338,7 +338,7 @@ def test_a_held_out_document_among_the_training_files_is_refused(
         f"{docs}: 1 training documents are also held out (the last one SHA-256 {digest}...), "
         "at most 0 may be; remove them from one split"
     )
-    assert list(contents(tmp_path / "out")) == ["tokenizer.model"]
+    assert not (tmp_path / "out").exists()
 
 
 def test_labels_are_those_of_the_build(docs: Path, folder: Path) -> None:

@@ -199,6 +199,18 @@ def test_a_finished_part_is_checked_not_fetched(fetched: Fetched) -> None:
     assert not fetched.part.exists()
 
 
+def test_a_link_in_the_place_of_the_part_is_not_followed(fetched: Fetched) -> None:
+    precious = fetched.part.parent / "precious"
+    precious.parent.mkdir(parents=True)
+    precious.write_bytes(b"text")
+    for place in (fetched.part, fetched.target):
+        place.symlink_to(precious)
+    assert fetched.run() is True
+    assert precious.read_bytes() == b"text"
+    assert fetched.target.read_bytes() == CONTENT and not fetched.target.is_symlink()
+    assert not fetched.part.exists()
+
+
 def test_no_more_than_the_listed_size_is_written(fetched: Fetched) -> None:
     fetched.listed = remote(CONTENT[:777])
     fetched.run()

@@ -63,7 +63,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
             root = made[kind] = tmp_path_factory.mktemp(kind)
             docs = write_jsonl(root / "docs.jsonl", TEXTS + (OPERATORS if kind != "bpe" else []))
             build_data([docs], root / "data", KINDS[kind])
-            export_published(load_data(root / "data"), root / "data", root / "export", SHARD_TOKENS)
+            export_published(load_data(root / "data"), root / "export", SHARD_TOKENS)
         return made[kind]
 
     return make
@@ -143,7 +143,7 @@ def test_files_of_any_size(tmp_path: Path, shard_tokens: int) -> None:
     train = write_jsonl(tmp_path / "train.jsonl", ["some training text", "more", "x"])
     val = write_jsonl(tmp_path / "val.jsonl", ["held out", "yz"])
     build_data([train], tmp_path / "data", BuildOptions(None, [val], kind="bytes"))
-    export_published(load_data(tmp_path / "data"), tmp_path / "data", tmp_path / "e", shard_tokens)
+    export_published(load_data(tmp_path / "data"), tmp_path / "e", shard_tokens)
     files = token_files(tmp_path / "e")
     num_val_tokens = len("held out") + len("yz") + 2
     assert len(split_files(files, "val")) == -(-num_val_tokens // shard_tokens)
@@ -200,7 +200,7 @@ def lossy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train = write_jsonl(root / "train.jsonl", list(prose(3, 300)))
     model = write_file(root / "m.model", published_model())
     build_data([train], root / "data", BuildOptions(None, [val], tokenizer=model))
-    export_published(load_data(root / "data"), root / "data", root / "export", 7)
+    export_published(load_data(root / "data"), root / "export", 7)
     return root
 
 
@@ -279,14 +279,14 @@ def test_export_does_not_join_another_export(
     export = Path(shutil.copytree(root / "export", tmp_path / "export"))
     before = contents(token_files(export))
     with pytest.raises(DataError, match="holds an export already"):
-        export_published(data, root / "data", export)
+        export_published(data, export)
     # Without its manifest, the token files themselves are in the way.
     (export / "manifest.json").unlink()
     for path in token_files(export).glob("fineweb_train_*.bin"):
         path.unlink()
         before.pop(path.name)
-    with pytest.raises(DataError, match=r"fineweb_val_000000\.bin exists; export to a folder"):
-        export_published(data, root / "data", export)
+    with pytest.raises(DataError, match="is not empty; choose a new folder"):
+        export_published(data, export)
     assert contents(token_files(export)) == before
 
 
@@ -390,7 +390,7 @@ def test_another_tokenizers_ids_are_refused(tmp_path: Path) -> None:
     small = write_file(tmp_path / "small.model", train_tokenizer(prose(40), 400))
     docs = write_jsonl(tmp_path / "docs.jsonl", TEXTS)
     build_data([docs], tmp_path / "data", BuildOptions(None, 0.3, tokenizer=large))
-    export_published(load_data(tmp_path / "data"), tmp_path / "data", tmp_path / "export")
+    export_published(load_data(tmp_path / "data"), tmp_path / "export")
     message = refusal(token_files(tmp_path / "export"), tmp_path / "out", ImportOptions(small))
     assert "the tokenizer has 400 ids" in message
 
@@ -402,7 +402,7 @@ def test_a_normalized_caseops_stream_can_be_imported(tmp_path: Path) -> None:
     model = write_file(tmp_path / "m.model", published_model("caseops"))
     options = BuildOptions(None, [val], tokenizer=model, transform="caseops")
     build_data([train], tmp_path / "data", options)
-    export_published(load_data(tmp_path / "data"), tmp_path / "data", tmp_path / "export")
+    export_published(load_data(tmp_path / "data"), tmp_path / "export")
     manifest = import_published(
         token_files(tmp_path / "export"), tmp_path / "back", ImportOptions(model, "caseops")
     )

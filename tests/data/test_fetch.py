@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fake_hub import REPO, FakeHub, cut_at, list_entry, refuse, serve
+from underpar.core.locks import lock_folder
 from underpar.data.sources import fetch as module
 from underpar.data.sources.download import RemoteFile
 from underpar.data.sources.fetch import (
@@ -24,7 +25,7 @@ from underpar.data.sources.fetch import (
     resolve,
     select,
 )
-from underpar.errors import DataError
+from underpar.errors import DataError, RunError
 
 FILES = {
     "README.md": b"# Read me\n",
@@ -92,6 +93,16 @@ def test_an_unfinished_fetch_leaves_no_record(hub: FakeHub, tmp_path: Path) -> N
     assert RECORD_NAME not in files
     assert files["data/part-2.bin.part"] == FILES["data/part-2.bin"][:100]
     assert files["data/part-1.bin"] == FILES["data/part-1.bin"]
+
+
+def test_one_process_at_a_time_fetches_into_a_folder(hub: FakeHub, tmp_path: Path) -> None:
+    out = tmp_path / "got"
+    with (
+        lock_folder(out, create=True),
+        pytest.raises(RunError, match="got is in use by process"),
+    ):
+        fetch(REPO, out, options(hub))
+    assert list(out.iterdir()) == []
 
 
 def test_the_token_goes_to_the_hub_and_not_to_where_it_points(hub: FakeHub, tmp_path: Path) -> None:

@@ -67,7 +67,6 @@ def test_what_is_added_is_read_back_with_its_ranges(tmp_path: Path) -> None:
 
 
 def test_without_its_manifest_a_folder_is_not_accepted(tmp_path: Path) -> None:
-    write_folder(tmp_path, ["old"], ["older"])
     with FolderWriter(tmp_path, BYTES, max_shared=0) as writer:
         writer.add("a", "val", columns_of(["one"]))
         writer.add("a", "train", columns_of(["two"]))
@@ -85,20 +84,6 @@ def test_an_error_leaves_nothing_half_done(tmp_path: Path, is_lossy: bool) -> No
         writer.add("a", "train", columns_of(["two"], tokenizer))
         raise KeyboardInterrupt
     assert contents(tmp_path) == {"tokenizer.model": tokenizer.content}
-
-
-def test_what_a_kill_left_behind_goes(tmp_path: Path) -> None:
-    for name in (".val_bytes.bin.part", "train.shard.tokens.part", "val.shard.part"):
-        (tmp_path / name).write_bytes(b"stale" * 1000)
-    (tmp_path / "val_bytes.bin").write_bytes(b"of another build")
-    write_folder(tmp_path, ["one"], ["two"])
-    assert sorted(contents(tmp_path)) == [
-        "manifest.json",
-        "tokenizer.model",
-        "train.shard",
-        "val.shard",
-    ]
-    assert load_data(tmp_path).val.num_documents == 1
 
 
 def test_a_sidecar_holds_the_source_bytes_of_validation(tmp_path: Path) -> None:

@@ -241,7 +241,7 @@ def test_bug_06_operators_credited_three_bytes(caseops: Path, tmp_path: Path) ->
     is_credited = np.isin(tokens, OPERATORS) & (np.array(right) == 0)
     wrong = np.where(is_credited, 3, right)
     assert wrong.sum() > 1.02 * sum(right)
-    export_published(load_data(caseops), caseops, tmp_path / "export")
+    export_published(load_data(caseops), tmp_path / "export")
     files = tmp_path / "export" / "datasets" / "underpar_400"
     options = ImportOptions(caseops / "tokenizer.model", "caseops")
     import_published(files, tmp_path / "right", options)
@@ -552,7 +552,7 @@ def test_bug_16_source_bytes_over_16_bits(tmp_path: Path) -> None:
     options = BuildOptions(None, [val], tokenizer=model)
     with pytest.raises(DataError, match=r"val\.jsonl: source bytes of token \d+ is 7000\d, exp"):
         build_data([train], tmp_path / "out", options)
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["tokenizer.model"]
+    assert not (tmp_path / "out").exists()
     with (
         pytest.raises(
             DataError, match="document 0: source bytes of token 1 is 70001, expected 0 to 65535"

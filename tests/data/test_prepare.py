@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -138,3 +140,24 @@ def test_a_workers_refusal_arrives_as_it_is() -> None:
 def test_fewer_than_one_worker_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="workers is 0, expected at least 1"):
         list(prepare_all(plan(), jobs(1), 0))
+
+
+ENDLESS = """
+from itertools import repeat
+from underpar.data.prepare import Plan, prepare_all
+from underpar.data.sources.corpus import RawBatch, Reading
+from underpar.data.tokens import byte260
+
+job = RawBatch("a.jsonl", True, 1, [b'{"text": "a"}']), "train"
+for _ in prepare_all(Plan(byte260.CONTENT, "identity", Reading(), None), repeat(job), workers=2):
+    print("started", flush=True)
+"""
+
+
+def test_workers_end_with_a_killed_parent() -> None:
+    words = [sys.executable, "-c", ENDLESS]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert process.stdout and process.stdout.readline() == b"started\n"
+    process.kill()
+    # The workers have the same standard output: it ends with the last of them.
+    process.communicate(timeout=60)

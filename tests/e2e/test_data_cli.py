@@ -42,7 +42,7 @@ def test_build_says_what_it_made(docs: Path, folder: Path, tmp_path: Path) -> No
     ours, theirs = contents(tmp_path), contents(folder)
     assert ours.pop("manifest.json") != theirs.pop("manifest.json")
     assert ours == theirs
-    output = run("data", "build", docs, "--out", tmp_path, *SIZE)
+    output = run("data", "build", docs, "--out", tmp_path, *SIZE, "--overwrite")
     assert "400 pieces, transform identity, lossless" in " ".join(output.split())
     assert "repaired" not in output
 

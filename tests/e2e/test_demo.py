@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from killing import killed_before
 from underpar.core.run_folder import RunFolder, write_json
+from underpar.data.build import BuildOptions, build_data
+from underpar.data.sources.corpus import demo_corpus
 from underpar.errors import UnderparError
 from underpar.recipe import load_recipe
-from underpar.stages.demo import fresh_run, run_demo
+from underpar.stages.demo import fresh_run, is_demo_data, run_demo
 
 SMALL = ["train.budget_seconds=0", "train.budget_steps=5", "model.num_layers=1", "model.dim=64"]
 SMALL += ["model.num_heads=2", "model.num_kv_heads=1", "model.mlp_dim=64"]
@@ -47,6 +50,33 @@ def test_what_is_no_demo_is_never_removed(tmp_path: Path, about: dict[str, str] 
     with pytest.raises(UnderparError, match="not a demo's run"):
         fresh_run(folder.path, load_recipe("demo"))
     assert folder.weights_file.exists()
+
+
+def test_a_kill_while_a_finished_demo_makes_way_does_not_block_the_next(tmp_path: Path) -> None:
+    recipe, folder = load_recipe("demo", SMALL), RunFolder(tmp_path / "run")
+
+    def make_way() -> None:
+        fresh_run(folder.path, recipe)
+
+    for number in range(20):
+        write_json(folder.about_file, {"data": str(tmp_path / "data")})
+        folder.weights_file.write_bytes(b"finished")
+        is_killed = killed_before(number, make_way)
+        make_way()
+        assert not folder.path.exists() and list(tmp_path.iterdir()) == []
+        if not is_killed:
+            break
+    assert 3 <= number < 20
+
+
+def test_a_demo_replaces_its_own_data_and_no_other(corpus_file: Path, tmp_path: Path) -> None:
+    assert not is_demo_data(tmp_path / "none")
+    options = BuildOptions(None, 0.1, kind="bytes")
+    build_data([demo_corpus()], tmp_path / "demo", options)
+    assert is_demo_data(tmp_path / "demo")
+    build_data([corpus_file], tmp_path / "mine", options)
+    with pytest.raises(UnderparError, match="mine is not a demo's data; choose another --out"):
+        is_demo_data(tmp_path / "mine")
 
 
 @pytest.mark.slow

@@ -19,6 +19,12 @@ app.add_typer(data_app, name="data", rich_help_panel=DATA)
 
 DataFolderPath = Annotated[Path, typer.Argument(help="A folder made by 'underpar data build'.")]
 Licence = Annotated[str, typer.Option(help="Licence of the text, kept in the manifest.")]
+Overwrite = Annotated[
+    bool,
+    typer.Option(
+        "--overwrite", help="Replace the data folder at --out, once the new one is whole."
+    ),
+]
 
 
 @data_app.command("build")
@@ -45,6 +51,7 @@ def data_build(
     ] = "refuse",
     licence: Licence = "not stated",
     workers: Annotated[int, typer.Option(help="Processes; 0: one per core.")] = 0,
+    overwrite: Overwrite = False,
     set_: Set = None,
     json: Json = False,
 ) -> None:
@@ -55,7 +62,8 @@ def data_build(
     underpar data build corpus.jsonl.xz --out data --recipe pr2014
     underpar data build more.parquet --out more --tokenizer data/tokenizer.model --field content
 
-    The same documents are held out on every machine, because their hash decides.
+    The same documents are held out on every machine, because their hash decides. The folder is
+    written beside its place and moved there when it is whole.
     """
     from underpar.core.runtime import num_cores
     from underpar.data.sources.corpus import Reading
@@ -69,7 +77,8 @@ def data_build(
         licence=licence,
         workers=workers or num_cores(),
     )
-    _show_manifest(out, build_data_folder(inputs, out, options, open_progress(json)), json)
+    manifest = build_data_folder(inputs, out, options, open_progress(json), overwrite)
+    _show_manifest(out, manifest, json)
 
 
 @data_app.command("inspect")
@@ -164,6 +173,7 @@ def data_import(
         str | None, typer.Option(help="Published set whose validation totals must match.")
     ] = None,
     licence: Licence = "not stated",
+    overwrite: Overwrite = False,
     json: Json = False,
 ) -> None:
     """Published token files (header 20240520, with or without sidecar) -> data folder.
@@ -175,7 +185,8 @@ def data_import(
     from underpar.stages.data import import_data
 
     options = ImportOptions(tokenizer, transform, known, licence)
-    _show_manifest(out, import_data(source, out, options, open_progress(json)), json)
+    manifest = import_data(source, out, options, open_progress(json), overwrite)
+    _show_manifest(out, manifest, json)
 
 
 @data_app.command("export")
@@ -193,7 +204,7 @@ def data_export(
     from underpar.data.folder import load_data
     from underpar.data.published.exchange import export_published
 
-    export_published(load_data(data), data, out, shard_tokens)
+    export_published(load_data(data), out, shard_tokens)
     show_json({"out": str(out)}) if json else typer.echo(f"exported to {out}")
 
 
@@ -203,6 +214,7 @@ def data_merge(
         list[Path], typer.Argument(help="Data folders of one tokenizer and one split rule.")
     ],
     out: Annotated[Path, typer.Option(help="The data folder to write.")],
+    overwrite: Overwrite = False,
     json: Json = False,
 ) -> None:
     """Merge data folders that several machines wrote; each is checked in full first.
@@ -212,7 +224,7 @@ def data_merge(
     """
     from underpar.data.merge import merge_folders
 
-    _show_manifest(out, merge_folders(folders, out), json)
+    _show_manifest(out, merge_folders(folders, out, overwrite), json)
 
 
 def _show_manifest(path: Path, manifest: dict[str, Any], json: bool) -> None:

@@ -5,9 +5,15 @@ A stage reads files of the stages before it and writes its own, so each can be r
 
 from __future__ import annotations
 
+import errno
+import glob
+import itertools
 import json
 import os
+import re
+import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,24 +21,89 @@ from typing import Any
 from underpar.errors import RunError
 from underpar.recipe import Recipe, read_recipe_file, to_toml
 
+# Tells the temporary files of this process from those of an earlier one with the same number.
+_START = uuid.uuid4().hex[:8]
+_NUMBERS = itertools.count()
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Inside, an error of the system such as a full disk names `path` in one line."""
+    try:
+        yield
+    except OSError as error:
+        why = error.strerror or error
+        raise RunError(f"{path} cannot be written: {why}; no file was replaced") from error
+
 
 def write_atomic(path: Path, data: bytes | str) -> None:
-    """Write a file whole or not at all: to a temporary name beside it, to disk, then rename."""
-    if path.is_dir():
-        raise RunError(f"{path} is a folder; give the name of a file")
+    """Write a file whole or not at all: to a temporary name beside it, to disk, then rename.
+
+    A link at `path` is replaced by the file; what it points to stays as it was.
+    """
+    if path.exists() and not path.is_file():
+        kind = "a folder" if path.is_dir() else "a device"
+        raise RunError(f"{path} is {kind}; give the name of a file")
     raw = data.encode() if isinstance(data, str) else data
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # A fixed temporary name: the next write replaces what a killed one left.
-    temporary = path.with_name(f".{path.name}.part")
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(path)
+        name = f"{_prefix(path)}{os.getpid()}-{_START}-{next(_NUMBERS)}.part"
+        temporary = path.with_name(name)
+        try:
+            # Created here or refused: neither a link nor a file of another process is written to.
+            with temporary.open("xb") as file:
+                file.write(raw)
+                file.flush()
+                os.fsync(file.fileno())
+            rename_to_stay(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def rename_to_stay(source: Path, target: Path) -> None:
+    """Rename a file or folder, and wait until the disk has the new name."""
+    os.replace(source, target)
+    wait_for_disk(target.parent)
+
+
+def wait_for_disk(path: Path) -> None:
+    """Wait until the content of a file, or the names in a folder, would survive a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        with temporary.open("wb") as file:
-            file.write(raw)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems cannot do this for folders.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _prefix(path: Path) -> str:
+    # Shortened, because a name may have 255 bytes at most.
+    return f".{path.name:.50}."
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Remove the temporary files that killed writes of `path` left."""
+    for file in path.parent.glob(f"{glob.escape(_prefix(path))}*.part"):
+        match = re.fullmatch(r"([0-9]{1,9})-(\w+)-[0-9]+\.part", file.name[len(_prefix(path)) :])
+        if match and not _is_running(int(match[1]), match[2]):
+            file.unlink(missing_ok=True)
+
+
+def _is_running(process: int, start: str) -> bool:
+    if process == os.getpid():
+        return start == _START
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from underpar import __version__
 from underpar.data.folder import hash_file
-from underpar.data.folder_writer import FolderWriter
+from underpar.data.folder_writer import FolderWriter, new_data_folder
 from underpar.data.prepare import Job, Plan, prepare_all
 from underpar.data.sources.corpus import (
     Document,
@@ -65,14 +65,25 @@ class BuildOptions:
 
 
 def build_data(
-    inputs: Sequence[Path], out: Path, options: BuildOptions, progress: Progress | None = None
+    inputs: Sequence[Path],
+    out: Path,
+    options: BuildOptions,
+    progress: Progress | None = None,
+    overwrite: bool = False,
 ) -> dict[str, Any]:
     """Build the data folder `out` and return its manifest; equal inputs give equal bytes.
 
     Only training documents train the tokenizer. `progress` is called with the stage ("tokenizer" or
-    "encode") and the number of documents done.
+    "encode") and the number of documents done. An old data folder is replaced if `overwrite` says
+    so, at the end.
     """
-    report = progress or (lambda stage, num_documents: None)
+    with new_data_folder(out, overwrite) as new:
+        return _build(inputs, new, options, progress or (lambda stage, num_documents: None))
+
+
+def _build(
+    inputs: Sequence[Path], out: Path, options: BuildOptions, report: Progress
+) -> dict[str, Any]:
     sources = _describe_inputs(inputs, options)
     content = _tokenizer_content(sources, options, report)
     tokenizer = open_tokenizer(content, options.transform)

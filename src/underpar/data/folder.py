@@ -36,6 +36,8 @@ class DataFolder:
     train: Shard
     val: Shard
     manifest: dict[str, Any]
+    # Source bytes of each held-out token (T,), if a table per token would be wrong.
+    sidecar: npt.NDArray[Any] | None = None
 
 
 def shard_name(split: str) -> str:
@@ -48,12 +50,36 @@ def sidecar_name(split: str) -> str:
     return f"{split}_bytes.bin"
 
 
+def folder_aside(folder: Path) -> Path:
+    """The name of an old data folder for the moment in which a new one takes its place."""
+    folder = folder.resolve()
+    return folder.parent / f".{folder.name}.underpar-old"
+
+
 def load_data(folder: Path, verify: bool = True, refuse_shared: bool = True) -> DataFolder:
     """Open a data folder; `verify` also reads both shards in full and checks them.
 
     A document in both splits is an error, unless `refuse_shared` is false (for the audit that looks
-    for such documents).
+    for such documents). A folder that is replaced meanwhile is opened again.
     """
+    before = _inode(folder)
+    try:
+        return _load_data(folder, verify, refuse_shared)
+    # Of any kind: parts of two folders do not fit together in many ways.
+    except Exception:
+        if before == _inode(folder):
+            raise
+    return _load_data(folder, verify, refuse_shared)
+
+
+def _inode(folder: Path) -> int | None:
+    try:
+        return folder.stat().st_ino
+    except OSError:
+        return None
+
+
+def _load_data(folder: Path, verify: bool, refuse_shared: bool) -> DataFolder:
     manifest = read_manifest(folder)
     path = folder / TOKENIZER_NAME
     tokenizer = _open_tokenizer(path, manifest)
@@ -62,13 +88,16 @@ def load_data(folder: Path, verify: bool = True, refuse_shared: bool = True) -> 
     train, val = (_load_split(folder, split, manifest, tokenizer, verify) for split in SPLITS)
     if refuse_shared:
         _refuse_shared_documents(folder, train, val, manifest)
-    return DataFolder(tokenizer, train, val, manifest)
+    has_sidecar = manifest["val"]["ledger"] == "sidecar"
+    sidecar = open_values(folder / sidecar_name("val")) if has_sidecar else None
+    return DataFolder(tokenizer, train, val, manifest, sidecar)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a data folder; another format is refused."""
-    path = folder / MANIFEST_NAME
-    manifest = read_json(path, "no finished data folder here")
+    path, aside = folder / MANIFEST_NAME, folder_aside(folder)
+    hint = f" (an interrupted build left the old one as {aside})" if aside.exists() else ""
+    manifest = read_json(path, f"no finished data folder here{hint}")
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         version = manifest.get("format") if isinstance(manifest, dict) else manifest
         raise DataError(f"{path}: format is {version!r:.40}, expected {FORMAT}; build it again")

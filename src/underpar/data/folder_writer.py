@@ -1,7 +1,7 @@
 """Write a data folder: two shards, the byte sidecar of validation, and last the manifest."""
 
 import json
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from underpar.core.run_folder import write_atomic
+from underpar.core.run_folder import write_atomic, writing
 from underpar.data.folder import (
     FORMAT,
     MANIFEST_NAME,
@@ -20,14 +20,40 @@ from underpar.data.folder import (
     shard_name,
     sidecar_name,
 )
+from underpar.data.new_folder import new_folder
 from underpar.data.shards import Columns, ShardWriter
 from underpar.data.tokens.tokenizer import Tokenizer
 from underpar.data.value_writer import ValueSeries, checked_values
 from underpar.errors import DataError
 
+# What a data folder holds. A folder that holds anything else is never replaced.
+FILE_NAMES = {
+    MANIFEST_NAME,
+    TOKENIZER_NAME,
+    sidecar_name("val"),
+    *(shard_name(split) for split in SPLITS),
+}
+
+
+def new_data_folder(out: Path, overwrite: bool) -> AbstractContextManager[Path]:
+    """A new folder that becomes `out` when it is written; see `new_folder`."""
+    return new_folder(out, lambda folder: _check_replaceable(folder, overwrite))
+
+
+def _check_replaceable(folder: Path, overwrite: bool) -> None:
+    names = sorted(path.name for path in folder.iterdir())
+    foreign = [name for name in names if name not in FILE_NAMES or (folder / name).is_dir()]
+    if foreign or MANIFEST_NAME not in names:
+        what = f"it holds {foreign[0]!r:.80}" if foreign else f"it has no {MANIFEST_NAME}"
+        raise DataError(f"{folder} is not a data folder ({what}), so it stays; choose another one")
+    if not overwrite:
+        raise DataError(f"{folder} exists; give --overwrite to replace it, or choose another one")
+
 
 class FolderWriter:
     """Takes documents batch by batch. The shards appear if the `with` block ends without an error.
+
+    `out` is empty or does not exist, as `new_data_folder` gives it.
 
     `max_shared` training documents may also be validation documents. If it is a number, validation
     documents must be added first. None means that the split rule excludes shared documents.
@@ -44,10 +70,6 @@ class FolderWriter:
         self._val_keys: list[npt.NDArray[np.uint64]] = []
 
     def __enter__(self) -> "FolderWriter":
-        self._out.mkdir(parents=True, exist_ok=True)
-        # A folder without a manifest is refused. So the manifest is deleted first and written last.
-        (self._out / MANIFEST_NAME).unlink(missing_ok=True)
-        (self._out / sidecar_name("val")).unlink(missing_ok=True)
         write_atomic(self._out / TOKENIZER_NAME, self._tokenizer.content)
         self._sidecar = ValueSeries(self._out, sidecar_name("val"))
         self._stack.callback(self._sidecar.discard)
@@ -64,12 +86,13 @@ class FolderWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        try:
-            if kind is None and self._needs_sidecar:
-                self._sidecar.close()
-                self._sidecar.publish()
-        finally:
-            self._stack.__exit__(kind, error, trace)
+        with writing(self._out):
+            try:
+                if kind is None and self._needs_sidecar:
+                    self._sidecar.close()
+                    self._sidecar.publish()
+            finally:
+                self._stack.__exit__(kind, error, trace)
 
     @property
     def _needs_sidecar(self) -> bool:
@@ -90,12 +113,15 @@ class FolderWriter:
         self._refuse_shared(source, split, columns)
         writer = self._writers[split]
         span = self.ranges.setdefault(source, {}).setdefault(split, [writer.num_documents, 0])
-        writer.add(columns)
+        with writing(writer.path):
+            writer.add(columns)
         span[1] = writer.num_documents
         if split == "val":
             assert columns.source_bytes is not None
             what = f"{source}: source bytes of token"
-            self._sidecar.write(checked_values(columns.source_bytes, 1 << 16, what))
+            values = checked_values(columns.source_bytes, 1 << 16, what)
+            with writing(self._out / sidecar_name("val")):
+                self._sidecar.write(values)
 
     def _refuse_shared(self, source: str, split: str, columns: Columns) -> None:
         if self._max_shared is None:

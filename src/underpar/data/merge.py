@@ -15,13 +15,12 @@ import numpy as np
 
 from underpar import __version__
 from underpar.data.build import BY_HASH, BuildOptions
-from underpar.data.folder import SPLITS, TOKENIZER_NAME, load_data, shard_name, sidecar_name
-from underpar.data.folder_writer import FolderWriter
+from underpar.data.folder import SPLITS, DataFolder, load_data
+from underpar.data.folder_writer import FolderWriter, new_data_folder
 from underpar.data.prepare import Plan, Preparer
-from underpar.data.shards import Columns, Shard, open_shard
+from underpar.data.shards import Columns, Shard
 from underpar.data.sources.corpus import RawBatch, Tally
-from underpar.data.tokens.tokenizer import Tokenizer, open_tokenizer, read_model
-from underpar.data.value_files import open_values
+from underpar.data.tokens.tokenizer import read_model
 from underpar.errors import DataError
 
 BATCH_TEXTS = 256
@@ -30,7 +29,9 @@ BATCH_TOKENS = 1 << 20
 Manifest = dict[str, Any]
 
 
-def write_part(texts: Iterable[tuple[str, str]], out: Path, options: BuildOptions) -> Manifest:
+def write_part(
+    texts: Iterable[tuple[str, str]], out: Path, options: BuildOptions, overwrite: bool = False
+) -> Manifest:
     """Write (source, text) pairs to the data folder `out`; either split may be empty.
 
     The texts of one source, such as a file, must be consecutive. `options` are those of
@@ -38,6 +39,12 @@ def write_part(texts: Iterable[tuple[str, str]], out: Path, options: BuildOption
     """
     if options.tokenizer is None or options.fraction is None:
         raise DataError("a part needs a tokenizer file and a fraction to hold out, give both")
+    with new_data_folder(out, overwrite) as new:
+        return _write_part(texts, new, options)
+
+
+def _write_part(texts: Iterable[tuple[str, str]], out: Path, options: BuildOptions) -> Manifest:
+    assert options.tokenizer is not None
     content = read_model(options.tokenizer)
     preparer = Preparer(Plan(content, options.transform, options.reading, options.fraction))
     tally = Tally()
@@ -75,23 +82,28 @@ def _raw_batches(texts: Iterable[tuple[str, str]], field: str) -> Iterator[RawBa
             first += len(records)
 
 
-def merge_folders(folders: Sequence[Path], out: Path) -> Manifest:
+def merge_folders(folders: Sequence[Path], out: Path, overwrite: bool = False) -> Manifest:
     """Write the documents of all folders, in order, to the data folder `out`; returns the manifest.
 
     All folders are checked in full before anything is written. A split may be empty in some folders
     but not in all. A training document of one folder must not be held out in another.
     """
     _refuse_repeated(folders, out)
-    manifests = [load_data(folder).manifest for folder in folders]
+    with new_data_folder(out, overwrite) as new:
+        return _merge(folders, new)
+
+
+def _merge(folders: Sequence[Path], out: Path) -> Manifest:
+    # All are opened here and read later: it does not matter if one is replaced meanwhile.
+    parts = [load_data(folder) for folder in folders]
+    manifests = [part.manifest for part in parts]
     _refuse_different(folders, manifests)
     head = {"tool": f"underpar {__version__}", **_merge_heads(folders, manifests)}
-    content = read_model(folders[0] / TOKENIZER_NAME)
-    tokenizer = open_tokenizer(content, manifests[0]["tokenizer"]["transform"])
-    with FolderWriter(out, tokenizer, max_shared=0) as writer:
+    with FolderWriter(out, parts[0].tokenizer, max_shared=0) as writer:
         # Validation first, so that each training document can be checked against it.
         for split in reversed(SPLITS):
-            for folder, manifest in zip(folders, manifests, strict=True):
-                for columns in _read_split(folder, split, manifest, tokenizer):
+            for folder, part in zip(folders, parts, strict=True):
+                for columns in _read_split(part, split):
                     writer.add(str(folder), split, columns)
     return writer.write_manifest(head)
 
@@ -175,13 +187,10 @@ def _shifted(row: Manifest, begins: dict[str, int]) -> Manifest:
     return {**row, "documents": spans}
 
 
-def _read_split(
-    folder: Path, split: str, manifest: Manifest, tokenizer: Tokenizer
-) -> Iterator[Columns]:
-    shard = open_shard(folder / shard_name(split), tokenizer.vocab_size, verify=False)
-    sidecar = None
-    if split == "val" and manifest["val"].get("ledger") == "sidecar":
-        sidecar = open_values(folder / sidecar_name("val"))
+def _read_split(part: DataFolder, split: str) -> Iterator[Columns]:
+    shard = part.train if split == "train" else part.val
+    sidecar = part.sidecar if split == "val" else None
+    tokenizer = part.tokenizer
     for first, last in _batches(shard):
         starts = shard.starts[first:last]
         end = shard.starts[last] if last < shard.num_documents else shard.num_tokens

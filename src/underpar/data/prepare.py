@@ -7,6 +7,8 @@ process can take any batch: on all cores of one machine, or inside another engin
 
 import hashlib
 import multiprocessing
+import os
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -130,7 +132,16 @@ _preparer: Preparer | None = None
 
 def _start_worker(plan: Plan) -> None:
     global _preparer
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _preparer = Preparer(plan)
+
+
+def _end_with_parent() -> None:
+    # A worker of a killed process would wait for its next job forever.
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _run_job(job: Job) -> Prepared:

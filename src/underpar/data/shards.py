@@ -214,7 +214,7 @@ class ShardWriter:
         self._files = {name: self._open_column(name) for name in _COLUMNS}
 
     def _open_column(self, name: str) -> IO[bytes]:
-        return self.path.with_name(f"{self.path.name}.{name}.part").open("w+b")
+        return self.path.with_name(f"{self.path.name}.{name}.part").open("x+b")
 
     def __enter__(self) -> "ShardWriter":
         return self
@@ -262,7 +262,7 @@ class ShardWriter:
 
     def _assemble(self) -> None:
         digest = hashlib.sha256()
-        with self._part.open("wb") as out:
+        with self._part.open("xb") as out:
             out.seek(_HEADER.size)
             for chunk in self._payload():
                 digest.update(chunk)

@@ -66,7 +66,7 @@ class ValueSeries:
             self.close()
         self.paths.append(self._folder / self._pattern.format(len(self.paths)))
         self._room = self._shard_tokens
-        self._file = part_of(self.paths[-1]).open("wb")
+        self._file = part_of(self.paths[-1]).open("xb")
         self._file.seek(HEADER_BYTES)
         return self._file
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from underpar.build.levers import find_lever, lever_names, resolve_levers
 from underpar.build.model import weight_shapes
+from underpar.core.locks import lock_folder
 from underpar.core.progress import SILENT, Progress
 from underpar.core.run_folder import RunFolder, write_atomic, write_json
 from underpar.core.runtime import open_runtime
@@ -175,7 +176,8 @@ def run_ablation(
     earlier = read_known(known, plan, here) if known else Known({}, {})
     left = replace(plan, jobs=tuple(job for job in plan.jobs if job.name not in earlier.bpb))
     launch = launch or launcher(request.recipe, data, out, device)
-    outcome = run_plan(left, out, launch, num_at_once, identity, progress)
+    with lock_folder(out, create=True):
+        outcome = run_plan(left, out, launch, num_at_once, identity, progress)
     for name, reason in outcome.failed.items():
         progress.note(f"run {out / name} failed, {reason}:\n{read_tail(out / name)}")
     result = summarize(plan, earlier.bpb | outcome.bpb)

@@ -99,4 +99,4 @@ class _Workplace:
             transform=TRANSFORM,
             workers=workers,
         )
-        return build_data([self._input], self.out, options)
+        return build_data([self._input], self.out, options, overwrite=True)

@@ -25,6 +25,7 @@ from underpar.audit.behaviour import probe_size
 from underpar.audit.probes import first_documents
 from underpar.build.artifact import read_artifact
 from underpar.build.scoring import ScoringRequest, open_method, run_method
+from underpar.core.locks import lock_folder
 from underpar.core.progress import SILENT, Progress
 from underpar.core.run_folder import RunFolder, write_atomic, write_json
 from underpar.core.runtime import Clock, Runtime, open_runtime
@@ -119,7 +120,7 @@ def measure(request: Request, progress: Progress = SILENT) -> dict[str, Any]:
     run_method(
         artifact, first_documents(shard, WARM_UP_DOCUMENTS), ScoringRequest(Method(), runtime)
     )
-    with progress.task("scoring", len(chosen)) as task:
+    with lock_folder(request.out, create=True), progress.task("scoring", len(chosen)) as task:
         for done, row in enumerate(chosen):
             task.update(done, row.title)
             method, recipe = open_method(artifact.recipe, row.method, row.changes)

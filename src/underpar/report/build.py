@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from underpar import __version__
+from underpar.core.locks import lock_folder
 from underpar.core.run_folder import RunFolder, write_atomic
 from underpar.errors import RunError
 from underpar.report import charts
@@ -49,9 +51,14 @@ def build_report(folders: Sequence[RunFolder], out: Path) -> Path:
         raise RunError("no run to report on; give at least one run folder")
     if out.is_dir():
         raise RunError(f"{out} is a folder; give the name of a file, as in {out / 'report.html'}")
-    runs = [gather(folder) for folder in folders]
-    # Strings of JSON may contain lone surrogates, which UTF-8 cannot encode.
-    write_atomic(out, render(runs).encode(errors="replace"))
+    with ExitStack() as locks:
+        # A page outside of the runs only reads them, so a run that is training can have one.
+        for folder in folders:
+            if folder.path.resolve() == out.parent.resolve():
+                locks.enter_context(lock_folder(folder.path))
+        runs = [gather(folder) for folder in folders]
+        # Strings of JSON may contain lone surrogates, which UTF-8 cannot encode.
+        write_atomic(out, render(runs).encode(errors="replace"))
     return out
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
-import os
 import time
 import zlib
 from collections.abc import Callable, Mapping
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from underpar import __version__
 from underpar.core.dist import from_main, gather_objects
+from underpar.core.run_folder import rename_to_stay
 from underpar.core.runtime import Clock, Runtime
 from underpar.core.tensor_files import read_about, read_tensors, save_tensors
 from underpar.errors import RunError
@@ -137,7 +137,7 @@ class Partial:
         # All ranks write before any rank renames, so that a kill hardly ever leaves files of
         # different steps; `find` starts over if it does.
         gather_objects(None, self.runtime)
-        os.replace(following, self._file)
+        rename_to_stay(following, self._file)
         now = time.monotonic()
         self._due = now + max(self.save_seconds, self.rest * (now - began))
 

@@ -19,6 +19,7 @@ from underpar.build.artifact import build_tokenizer, read_artifact, require_same
 from underpar.build.model import build_predictor
 from underpar.build.scoring import ScoringRequest, method_of, mixture_of, run_method
 from underpar.codec.stream import Codec
+from underpar.core.locks import lock_folder
 from underpar.core.progress import SILENT, Progress
 from underpar.core.run_folder import RunFolder, write_json
 from underpar.core.runtime import Runtime
@@ -79,6 +80,13 @@ def audit_run(
     progress: Progress = SILENT,
 ) -> Audited:
     """Judge a run rule by rule; writes audit.json with the SHA-256 of every file it judged."""
+    with lock_folder(folder.path):
+        return _audit_run(folder, runtime, request, progress)
+
+
+def _audit_run(
+    folder: RunFolder, runtime: Runtime, request: AuditRequest, progress: Progress
+) -> Audited:
     judged = hash_files(folder)
     case = open_case(folder, runtime, request)
     with progress.task("audit", len(RULES)) as task:

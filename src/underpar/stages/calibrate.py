@@ -14,6 +14,7 @@ import torch
 
 from underpar.build.model import build_model, weight_shapes
 from underpar.core.dist import ask_main, process_group
+from underpar.core.locks import lock_on_main
 from underpar.core.run_folder import RunFolder
 from underpar.core.runtime import Runtime
 from underpar.core.tensor_files import read_tensors
@@ -123,5 +124,5 @@ def _text(source: str, part: QuantPart, data: DataFolder, model: GPT, num_batche
 
 def calibrate(folder: RunFolder, data: Path, runtime: Runtime, source: str = "") -> dict[str, Any]:
     """Calibrate a run; returns the text, its tokens and the seconds."""
-    with process_group(runtime):
+    with process_group(runtime), lock_on_main(folder.path, runtime):
         return calibrate_run(folder, load_data(data), runtime, source).about

@@ -28,15 +28,19 @@ def build_options(recipe: Recipe, tokenizer: Path | None = None) -> BuildOptions
 
 
 def build_data_folder(
-    inputs: list[Path], out: Path, options: BuildOptions, progress: Progress = SILENT
+    inputs: list[Path],
+    out: Path,
+    options: BuildOptions,
+    progress: Progress = SILENT,
+    overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Text files -> data folder; returns its manifest."""
+    """Text files -> data folder; returns its manifest. An old one is kept unless `overwrite`."""
     with progress.task("data", 1) as task:
 
         def on_progress(stage: str, num_documents: int) -> None:
             task.update(0, f"{stage}: {num_documents:,} documents")
 
-        manifest = build_data(inputs, out, options, on_progress)
+        manifest = build_data(inputs, out, options, on_progress, overwrite)
         task.update(1, f"{manifest['train']['tokens']:,} training tokens")
     return manifest
 
@@ -75,7 +79,11 @@ def fetch_data(
 
 
 def import_data(
-    source: Path, out: Path, options: ImportOptions, progress: Progress = SILENT
+    source: Path,
+    out: Path,
+    options: ImportOptions,
+    progress: Progress = SILENT,
+    overwrite: bool = False,
 ) -> dict[str, Any]:
     """Published token files -> data folder; returns its manifest."""
     with progress.task("import", 1) as task:
@@ -83,6 +91,6 @@ def import_data(
         def on_progress(split: str, num_documents: int) -> None:
             task.update(0, f"{split}: {num_documents:,} documents")
 
-        manifest = import_published(source, out, options, on_progress)
+        manifest = import_published(source, out, options, on_progress, overwrite)
         task.update(1, f"{manifest['train']['tokens']:,} training tokens")
     return manifest

@@ -8,10 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from underpar.core.locks import lock_folder
 from underpar.core.progress import SILENT, Progress
 from underpar.core.run_folder import RunFolder, write_atomic
 from underpar.core.runtime import Runtime, open_runtime
-from underpar.data.folder import load_data
+from underpar.data.folder import MANIFEST_NAME, folder_aside, hash_file, load_data, read_manifest
 from underpar.data.sources.corpus import demo_corpus
 from underpar.errors import UnderparError
 from underpar.infer.generate import Sampling, generate
@@ -38,10 +39,16 @@ def run_demo(
     The audit repeats the plain score and the coding on a few random documents; with `is_full` on
     all of them.
     """
+    with lock_folder(out, create=True):
+        return _run_demo(recipe, out, progress, is_full)
+
+
+def _run_demo(recipe: Recipe, out: Path, progress: Progress, is_full: bool) -> dict[str, Any]:
     started = time.perf_counter()
     runtime = open_runtime("cpu")
     data, folder = out / "data", fresh_run(out / "run", recipe)
-    build_data_folder([demo_corpus()], data, build_options(recipe), progress)
+    has_old = is_demo_data(data)
+    build_data_folder([demo_corpus()], data, build_options(recipe), progress, overwrite=has_old)
     trained = train(recipe, data, folder, runtime, progress)
     if not trained["finished"]:
         raise UnderparError(
@@ -85,7 +92,9 @@ def use_model(
 
 def fresh_run(path: Path, recipe: Recipe) -> RunFolder:
     """The demo's run folder; a finished demo in it is removed, an interrupted one continues."""
-    folder = RunFolder(path)
+    folder, aside = RunFolder(path), folder_aside(path)
+    if aside.is_dir():
+        shutil.rmtree(aside)
     if not path.exists() or not any(path.iterdir()):
         return folder
     about = folder.read_json(folder.about_file) if folder.about_file.exists() else {}
@@ -94,8 +103,21 @@ def fresh_run(path: Path, recipe: Recipe) -> RunFolder:
         raise UnderparError(f"{path} is not a demo's run; choose another --out")
     unfinished = folder.checkpoint_file.exists() and not folder.weights_file.exists()
     if not (unfinished and about.get("recipe_hash") == recipe.hash):
-        shutil.rmtree(path)
+        with lock_folder(path):
+            # Renamed first: a kill must not leave half of a run, which would not be recognized.
+            path.rename(aside)
+        shutil.rmtree(aside)
     return folder
+
+
+def is_demo_data(path: Path) -> bool:
+    """Whether a data folder was built by the demo, which may then replace it; False without one."""
+    if not (path / MANIFEST_NAME).exists():
+        return False
+    inputs = read_manifest(path).get("inputs", [])
+    if [row.get("sha256") for row in inputs] != [hash_file(demo_corpus())]:
+        raise UnderparError(f"{path} is not a demo's data; choose another --out")
+    return True
 
 
 def write_one_document(data: Path, path: Path) -> Path:

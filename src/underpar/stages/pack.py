@@ -35,6 +35,7 @@ from underpar.build.artifact import read_artifact
 from underpar.build.levers import plug_levers
 from underpar.build.model import weight_shapes
 from underpar.core.dist import ALONE
+from underpar.core.locks import lock_folder
 from underpar.core.progress import SILENT, Progress
 from underpar.core.run_folder import RunFolder, write_atomic, write_json
 from underpar.core.runtime import Runtime
@@ -250,6 +251,18 @@ def pack_run(
 
     If the tokenizer is not inside the file, it is tokenizer.model in the run folder, and counted.
     """
+    with lock_folder(folder.path):
+        return _pack_run(folder, cap_bytes, part, runtime, on_round, tokenizer_inside)
+
+
+def _pack_run(
+    folder: RunFolder,
+    cap_bytes: int | None,
+    part: QuantPart | None,
+    runtime: Runtime,
+    on_round: OnRound | None,
+    tokenizer_inside: bool,
+) -> Budget:
     job = open_pack_job(folder, cap_bytes, part, runtime)
     about = read_about(folder.quantized_file) if folder.quantized_file.exists() else {}
     if any(about.get(key) != value for key, value in job.identity().items()):
@@ -284,7 +297,7 @@ def quantize(
     progress: Progress = SILENT,
 ) -> dict[str, Any]:
     """Round a run's weights to fill the cap."""
-    with rounds_bar(progress) as show:
+    with lock_folder(folder.path), rounds_bar(progress) as show:
         job = open_pack_job(folder, cap_bytes, part, runtime)
         about = quantize_run(job, folder, runtime, show)
     summary = ("constant", "total_bytes", "cap_bytes", "tune_seconds", "seconds")

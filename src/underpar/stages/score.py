@@ -11,6 +11,7 @@ from typing import Any
 from underpar.build.artifact import read_artifact, require_same_tokenizer
 from underpar.build.scoring import ScoringRequest, how_of, open_method, run_method
 from underpar.core.dist import process_group
+from underpar.core.locks import lock_folder, lock_on_main
 from underpar.core.progress import SILENT, Progress
 from underpar.core.run_folder import RunFolder, write_json
 from underpar.core.runtime import Clock, Runtime
@@ -68,7 +69,21 @@ def score_artifact(
     A score that was stopped continues. A signal raises `Stopped` after the state is saved.
     `changes` are settings of the method's levers, as in "levers.lora_ttt.rank=40".
     """
-    clock, folder = Clock("load"), RunFolder(artifact_path.parent)
+    clock = Clock("load")
+    with process_group(runtime), lock_on_main(artifact_path.parent, runtime):
+        return _score_artifact(artifact_path, data_path, runtime, method, changes, progress, clock)
+
+
+def _score_artifact(
+    artifact_path: Path,
+    data_path: Path,
+    runtime: Runtime,
+    method: Method,
+    changes: Sequence[str],
+    progress: Progress,
+    clock: Clock,
+) -> Scored:
+    folder = RunFolder(artifact_path.parent)
     artifact, identity = read_artifact(artifact_path)
     label = method.label
     method, recipe = open_method(artifact.recipe, method, changes)
@@ -76,11 +91,7 @@ def score_artifact(
     require_same_tokenizer(artifact, data.tokenizer)
     what = {"artifact_sha256": identity, "data_identity": data_identity(data)}
     how, file = how_of(method, recipe, runtime), folder.partial_file(method.label)
-    with (
-        process_group(runtime),
-        interruptible() as is_asked,
-        progress.task(label, 1) as task,
-    ):
+    with interruptible() as is_asked, progress.task(label, 1) as task:
 
         def on_share(share: float, bpb: float) -> None:
             task.update(share, f"{bpb:.4f} bits per byte")
@@ -115,7 +126,9 @@ def _scores_of(folder: RunFolder, artifact_sha256: str) -> list[Score]:
 
 def forget_partial(artifact_path: Path, method: Method) -> None:
     """Remove what a stopped score left, so that the next one by this method starts over."""
-    forget(RunFolder(artifact_path.parent).partial_file(method.label))
+    folder = RunFolder(artifact_path.parent)
+    with lock_folder(folder.path):
+        forget(folder.partial_file(method.label))
 
 
 def xz_bytes(shard: Shard, tokenizer: Tokenizer) -> int:

@@ -13,6 +13,7 @@ from underpar.artifact.size_while_training import SizeForecast
 from underpar.build.levers import plug_levers, resolve_levers, transform_of
 from underpar.build.model import build_model, weight_shapes
 from underpar.core.dist import ask_main, process_group
+from underpar.core.locks import lock_on_main
 from underpar.core.progress import SILENT, Progress
 from underpar.core.run_folder import RunFolder, write_atomic, write_json
 from underpar.core.runtime import Runtime, seed_everything
@@ -53,6 +54,19 @@ def train(
     recipe = resolve_levers(recipe)
     data = load_data(data_path)
     _check_tokenizer(recipe, data.tokenizer, data_path)
+    with process_group(runtime), lock_on_main(folder.path, runtime, create=True):
+        return _train(recipe, data_path, data, folder, runtime, progress, reference)
+
+
+def _train(
+    recipe: Recipe,
+    data_path: Path,
+    data: DataFolder,
+    folder: RunFolder,
+    runtime: Runtime,
+    progress: Progress,
+    reference: Reference | None,
+) -> dict[str, Any]:
     resumed = folder.checkpoint_file.exists()
     earlier = list(folder.metrics()) if resumed else []
     if reference:
@@ -62,7 +76,7 @@ def train(
     last: dict[str, Any] = {}
     stopped: str | None = None
 
-    with process_group(runtime), progress.task("train", 1) as task:
+    with progress.task("train", 1) as task:
 
         def on_step(line: dict[str, Any]) -> bool:
             nonlocal stopped

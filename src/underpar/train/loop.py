@@ -19,7 +19,7 @@ import torch
 
 from underpar.compile.regions import TracedRun
 from underpar.core.dist import ask_main, from_main, may_fail, require_on_main, require_same
-from underpar.core.run_folder import RunFolder, write_atomic, write_json
+from underpar.core.run_folder import RunFolder, write_atomic, write_json, writing
 from underpar.core.runtime import Clock, Runtime, process_age_seconds
 from underpar.core.tensor_files import save_tensors
 from underpar.data.loader import Batch, Loader
@@ -242,9 +242,10 @@ class Trainer:
             return {"forecast_bytes": self.size_of(self._packed_weights())}
 
     def _write(self, line: dict[str, Any]) -> None:
-        with self.folder.metrics_file.open("a") as file:
+        with writing(self.folder.metrics_file), self.folder.metrics_file.open("a") as file:
             file.write(json.dumps(line) + "\n")
-        self.events.write(line["step"], line)
+        with writing(self.folder.path):
+            self.events.write(line["step"], line)
 
     def _stop_if_broken(self, loss: torch.Tensor) -> None:
         """End a run whose last loss broke, before a checkpoint of it is written."""

@@ -1,7 +1,6 @@
 """Published token files <-> data folders: import a published set, export for other tools."""
 
 import hashlib
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -12,15 +11,15 @@ import numpy as np
 import numpy.typing as npt
 
 from underpar import __version__
+from underpar.core.run_folder import write_atomic, writing
 from underpar.data.folder import (
     SPLITS,
-    TOKENIZER_NAME,
     DataFolder,
     hash_file,
     max_natural_copies,
-    sidecar_name,
 )
-from underpar.data.folder_writer import FolderWriter
+from underpar.data.folder_writer import FolderWriter, new_data_folder
+from underpar.data.new_folder import new_folder
 from underpar.data.published.export import PublishedWriter
 from underpar.data.published.export_manifest import (
     MANIFEST_NAME as EXPORT_MANIFEST_NAME,
@@ -43,7 +42,6 @@ from underpar.data.published.files import (
 from underpar.data.shards import CHANGED, Columns
 from underpar.data.tokens.tokenizer import Tokenizer, open_tokenizer, read_model
 from underpar.data.transforms import IDENTITY
-from underpar.data.value_files import open_values
 from underpar.errors import DataError
 from underpar.seams import BOS_ID
 
@@ -65,10 +63,18 @@ class ImportOptions:
 
 
 def import_published(
-    folder: Path, out: Path, options: ImportOptions, progress: Progress | None = None
+    folder: Path,
+    out: Path,
+    options: ImportOptions,
+    progress: Progress | None = None,
+    overwrite: bool = False,
 ) -> dict[str, Any]:
     """Make the data folder `out` from published token files, with the published split."""
-    report = progress or (lambda split, num_documents: None)
+    with new_data_folder(out, overwrite) as new:
+        return _import(folder, new, options, progress or (lambda split, num_documents: None))
+
+
+def _import(folder: Path, out: Path, options: ImportOptions, report: Progress) -> dict[str, Any]:
     tokenizer = open_tokenizer(read_model(options.tokenizer), options.transform)
     # Validation first, so that each training document can be checked against it.
     files = {split: split_files(folder, split) for split in reversed(SPLITS)}
@@ -169,18 +175,20 @@ def _refuse_wrong_bytes(source: Path, columns: Columns, num_before: int) -> None
 
 
 def export_published(
-    data: DataFolder, source: Path, out: Path, shard_tokens: int = PUBLISHED_SHARD_TOKENS
+    data: DataFolder, out: Path, shard_tokens: int = PUBLISHED_SHARD_TOKENS
 ) -> None:
-    """Write the data folder `source` as published token files, with a sidecar for validation."""
-    tokenizer = data.tokenizer
-    name = f"underpar_{tokenizer.vocab_size}"
+    """Write a data folder as published token files, with a sidecar for validation."""
     if (out / EXPORT_MANIFEST_NAME).exists():
         raise DataError(f"{out}: holds an export already; choose another folder")
-    stats = _write_splits(
-        data, _val_source_bytes(data, source), out / "datasets" / name, shard_tokens
-    )
-    (out / "tokenizers").mkdir(exist_ok=True)
-    shutil.copyfile(source / TOKENIZER_NAME, out / "tokenizers" / f"{name}.model")
+    with new_folder(out) as new:
+        _export(data, new, shard_tokens)
+
+
+def _export(data: DataFolder, out: Path, shard_tokens: int) -> None:
+    tokenizer = data.tokenizer
+    name = f"underpar_{tokenizer.vocab_size}"
+    stats = _write_splits(data, out / "datasets" / name, shard_tokens)
+    write_atomic(out / "tokenizers" / f"{name}.model", tokenizer.content)
     dataset = describe_dataset(f"datasets/{name}", name, stats["train"], stats["val"], sidecar=True)
     write_export_manifest(
         out,
@@ -195,11 +203,12 @@ def export_published(
     )
 
 
-def _write_splits(
-    data: DataFolder, source_bytes: npt.NDArray[Any], folder: Path, shard_tokens: int
-) -> dict[str, SplitStats]:
+def _write_splits(data: DataFolder, folder: Path, shard_tokens: int) -> dict[str, SplitStats]:
     vocab_size = data.tokenizer.vocab_size
-    with ExitStack() as stack:
+    # A table per token is exact where there is no sidecar.
+    by_table = data.tokenizer.token_bytes
+    source_bytes = by_table[data.val.tokens] if data.sidecar is None else data.sidecar
+    with writing(folder), ExitStack() as stack:
         # Both writers open before a document is written: each refuses files of another export.
         writers = {
             split: stack.enter_context(
@@ -228,9 +237,3 @@ def _describe_tokenizer(tokenizer: Tokenizer, name: str) -> ExportedTokenizer:
         text_transform=tokenizer.transform_name if has_transform else None,
         reserve_text_transform_controls=True if has_transform else None,
     )
-
-
-def _val_source_bytes(data: DataFolder, source: Path) -> npt.NDArray[Any]:
-    if data.manifest["val"]["ledger"] == "sidecar":
-        return open_values(source / sidecar_name("val"))
-    return data.tokenizer.token_bytes[data.val.tokens]

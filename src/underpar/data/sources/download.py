@@ -1,12 +1,12 @@
 """Download one file: resume after an interruption, limit its length, verify its checksum.
 
 A download is written to `<name>.part` next to its target, and renamed after its checksum is
-verified. So the target is complete or absent, and the next attempt continues a partial file.
+verified. So the target is complete or absent, and the next attempt continues a partial file. The
+caller holds a lock, so that no other process writes the same partial file.
 """
 
 import hashlib
 import http.client
-import os
 import re
 import time
 import urllib.error
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO
 from urllib.parse import urlsplit
 
+from underpar.core.run_folder import rename_to_stay, wait_for_disk
 from underpar.errors import DataError
 
 CHUNK_BYTES = 1 << 20
@@ -88,7 +89,8 @@ def download_file(
         _fill(part, url, file, connection, progress)
         checksum = _checksum(part, file)
         if checksum == expected:
-            os.replace(part, target)
+            wait_for_disk(part)
+            rename_to_stay(part, target)
             return True
         part.unlink()
     kind = "SHA-256" if file.sha256 else "git SHA-1"
@@ -232,6 +234,9 @@ def _fill(
     connection: Connection,
     progress: Callable[[int], None],
 ) -> None:
+    if part.is_symlink():
+        # Its bytes would go to wherever the link points.
+        part.unlink()
     part.touch()
     if part.stat().st_size > file.size:
         part.write_bytes(b"")

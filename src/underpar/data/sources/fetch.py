@@ -15,6 +15,7 @@ from pathlib import Path, PureWindowsPath
 from typing import Any
 from urllib.parse import quote, urljoin, urlsplit
 
+from underpar.core.locks import lock_folder
 from underpar.core.run_folder import write_json
 from underpar.data.folder import hash_file
 from underpar.data.sources.download import Connection, RemoteFile, download_file, read_page
@@ -115,6 +116,18 @@ def fetch(
     """Download the missing files of `name` to `out`; list all files in fetch.json."""
     wanted = resolve(name)
     files = select(list_files(wanted.repo, wanted.revision, options), wanted, options)
+    with lock_folder(out, create=True):
+        return _fetch(name, wanted, files, out, options, progress)
+
+
+def _fetch(
+    name: str,
+    wanted: PublishedSet,
+    files: Sequence[RemoteFile],
+    out: Path,
+    options: FetchOptions,
+    progress: Progress | None,
+) -> FetchSummary:
     total = sum(file.size for file in files)
     base = f"{options.endpoint.rstrip('/')}/datasets/{wanted.repo}/resolve"
     done = num_fetched = 0
