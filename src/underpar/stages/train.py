@@ -54,7 +54,7 @@ def train(
     data = load_data(data_path)
     _check_tokenizer(recipe, data.tokenizer, data_path)
     resumed = folder.checkpoint_file.exists()
-    earlier = list(folder.metrics()) if resumed else []
+    earlier = list(folder.metrics("progress", "loss", "tokens", "seconds")) if resumed else []
     if reference:
         for line in earlier:
             reference.add(line["progress"], line["loss"])
@@ -169,9 +169,12 @@ def _check_tokenizer(recipe: Recipe, tokenizer: Tokenizer, data_path: Path) -> N
 
 def validation_of(folder: RunFolder) -> dict[str, float]:
     """What a finished run measured before quantization: bits per byte and the forecast size."""
-    validation = folder.read_json(folder.validation_file)
+    validation = folder.read_fields(folder.validation_file)
     keys = ("live_bpb", "average_bpb", "forecast_bytes")
-    return {key: validation[key] for key in keys if validation.get(key) is not None}
+    measured = [key for key in keys if validation.values.get(key) is not None]
+    for key in measured:
+        validation.number(key)
+    return {key: validation.values[key] for key in measured}
 
 
 class ProgressLine:
@@ -222,8 +225,8 @@ def open_reference(run: RunFolder, data: Path, margin: float) -> Reference:
 
 def data_of(run: RunFolder) -> Path:
     """The data folder that a run was trained on."""
-    data = run.read_json(run.about_file).get("data")
-    if data is None or not Path(data).is_dir():
+    data = run.read_fields(run.about_file).text("data")
+    if not Path(data).is_dir():
         raise RunError(
             f"{run.path}: its data folder {data} is not here; continue with 'underpar train "
             f"{run.recipe_file} --data FOLDER --out {run.path}'"
