@@ -34,6 +34,8 @@ Tree = dict[str, Any]
 
 # Far above any recipe: bytes of a file, tables in tables, bases of bases.
 MOST_BYTES, MOST_LEVELS, MOST_BASES = 1 << 20, 32, 32
+# Types of values that JSON has too: recipes are hashed and stored as JSON.
+PLAIN_TYPES = (str, int, float, list, dict)
 # Above any number of tokens or bytes, and small enough for tensors and files.
 LARGEST_NUMBER = 1e15
 
@@ -124,6 +126,9 @@ def parse_toml(text: str) -> Tree:
     level: list[Any] = [tree]
     for _ in range(MOST_LEVELS):
         level = [inner for value in level for inner in _values_in(value)]
+        odd = [value for value in level if not isinstance(value, PLAIN_TYPES)]
+        if odd:
+            raise ValueError(f"{odd[0]!r} is a date or a time, which no recipe has")
     if level:
         raise ValueError(f"nested too deeply: more than {MOST_LEVELS} levels")
     return tree

@@ -100,9 +100,9 @@ def save_quantized(path: Path, model: QuantizedModel, about: dict[str, Any]) -> 
 def read_quantized(path: Path) -> tuple[QuantizedModel, dict[str, Any]]:
     """What `save_quantized` wrote."""
     tensors, about = read_tensors(path)
-    arrays = {key: t.numpy() for key, t in tensors.items()}
     model: QuantizedModel = {}
     with reading(path, "run 'underpar quantize' again", RecipeError):
+        arrays = {key: t.numpy() for key, t in tensors.items()}
         for name, row in json.loads(str(about.pop("table"))).items():
             correction = None
             if "groups" in row:
