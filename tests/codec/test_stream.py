@@ -137,7 +137,7 @@ def test_another_artifact_is_refused(codec: Codec, compressed: bytes) -> None:
 def test_another_machine_is_refused_but_may_try(
     codec: Codec, compressed: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream, "fingerprint", lambda device: "torch 9.9 elsewhere")
+    monkeypatch.setattr(stream, "fingerprint", lambda predictor: "torch 9.9 elsewhere")
     with pytest.raises(CodecError, match=r"torch 9\.9 elsewhere.*--any-machine"):
         codec.decompress(compressed)
     assert codec.decompress(compressed, any_machine=True) == TEXT.encode()
