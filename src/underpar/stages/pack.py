@@ -32,7 +32,7 @@ from underpar.artifact.pack import Artifact, unpack
 from underpar.artifact.pack import pack as pack_bytes
 from underpar.artifact.size_before_training import forecast
 from underpar.build.artifact import read_artifact
-from underpar.build.levers import plug_levers
+from underpar.build.levers import plug_levers, transform_of
 from underpar.build.model import weight_shapes
 from underpar.core.dist import ALONE
 from underpar.core.fields import Fields
@@ -41,8 +41,8 @@ from underpar.core.run_folder import RunFolder, write_atomic, write_json
 from underpar.core.runtime import Runtime
 from underpar.core.tensor_files import read_about, require_shapes, save_tensors
 from underpar.data.folder import DataFolder, load_data
-from underpar.data.tokens.tokenizer import read_model
-from underpar.errors import ArtifactError, RecipeError, RunError
+from underpar.data.tokens.tokenizer import open_tokenizer, read_model
+from underpar.errors import ArtifactError, DataError, RecipeError, RunError
 from underpar.quant import tune
 from underpar.quant.calibration import TrainingText
 from underpar.quant.files import Measured, read_measured, read_quantized, save_quantized
@@ -144,12 +144,29 @@ def open_pack_job(
     largest_cap = recipe.limits.cap_bytes
     if cap_bytes is not None and not 0 < cap_bytes <= largest_cap:
         raise RecipeError(f"cap {cap_bytes}: expected 1 to the recipe's {largest_cap}")
-    tokenizer = folder.need(folder.tokenizer_file).read_bytes()
+    tokenizer = read_tokenizer(folder, recipe)
     measured = None
     if needs_calibration(recipe):
         measured = _read_calibration(folder, trained, runtime)
     quant = open_job(trained.weights, recipe.quant, measured, runtime.device)
     return PackJob(replace(trained, recipe=recipe), quant, tokenizer, cap_bytes or largest_cap)
+
+
+def read_tokenizer(folder: RunFolder, recipe: Recipe) -> bytes:
+    """The run's tokenizer; a damaged one, or another than that of training, is refused."""
+    path = folder.need(folder.tokenizer_file)
+    remedy = f"copy {path.name} from the run's data folder"
+    content = read_model(path)
+    try:
+        tokenizer = open_tokenizer(content, transform_of(recipe))
+    except DataError as error:
+        raise RunError(f"{path}: {error}; {remedy}") from error
+    about = folder.read_fields(folder.about_file)
+    # Runs of earlier versions do not say it.
+    named = about.values.get("tokenizer_identity", tokenizer.identity)
+    if tokenizer.identity != named or tokenizer.vocab_size != recipe.model.vocab_size:
+        raise RunError(f"{path} is not the tokenizer that the run was trained with; {remedy}")
+    return content
 
 
 def _read_calibration(folder: RunFolder, trained: Trained, runtime: Runtime) -> Measured:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from underpar.artifact.fit import guess_other_bytes
+from underpar.artifact.format import squeeze
 from underpar.artifact.size_while_training import SizeForecast
+from underpar.artifact.table import MAX_WEIGHTS
 from underpar.build.levers import plug_levers, resolve_levers, transform_of
 from underpar.build.model import build_model, weight_shapes
 from underpar.core.dist import ask_main, process_group
 from underpar.core.progress import SILENT, Progress
 from underpar.core.run_folder import RunFolder, write_atomic, write_json
-from underpar.core.runtime import Runtime, seed_everything
+from underpar.core.runtime import Runtime, free_memory_bytes, seed_everything
 from underpar.core.versions import device_name, versions
 from underpar.data.folder import DataFolder, data_identity, load_data
 from underpar.data.loader import Loader
@@ -23,6 +27,7 @@ from underpar.data.shards import Shard
 from underpar.data.tokens.tokenizer import Tokenizer
 from underpar.errors import RecipeError, RunError
 from underpar.kernels.attention import backend_of
+from underpar.quant.rules import check_rules
 from underpar.recipe import Recipe, TrainPart
 from underpar.score.windows import chunk_documents
 from underpar.stages.calibrate import calibrate_run, needs_calibration
@@ -34,6 +39,9 @@ from underpar.train.loss_forecast import Forecast
 from underpar.train.schedule import progress as progress_of
 from underpar.train.step import step_of
 from underpar.train.validate import Validator
+
+# Outputs of a block's matrices that training keeps for the way back.
+KEPT = ("attn.q", "attn.k", "attn.v", "mlp.up")
 
 
 def train(
@@ -77,8 +85,14 @@ def train(
             task.update(spent_share(recipe.train, line), remark.add(line))
             return stopped is not None
 
+        def prepare() -> None:
+            shapes = weight_shapes(recipe)
+            require_packable(recipe, shapes, data.tokenizer.content)
+            require_memory(recipe, shapes, free_memory_bytes(runtime.device))
+            begin_run(folder, recipe, data_path, data, runtime)
+
         # Only the main rank prepares the folder; its refusal ends the other ranks too.
-        ask_main(lambda: begin_run(folder, recipe, data_path, data, runtime), runtime)
+        ask_main(prepare, runtime)
         finished = make_trainer(recipe, data, folder, runtime).run(on_step)
         if finished and needs_calibration(recipe):
             task.update(1, "calibrating")
@@ -144,6 +158,7 @@ def begin_run(
             **wanted,
             "data": str(data_path),
             "train_tokens": data.train.num_tokens,
+            "tokenizer_identity": data.tokenizer.identity,
             "num_weights": sum(torch.Size(s).numel() for s in weight_shapes(recipe).values()),
             "device": device_name(runtime.device),
             "ranks": runtime.world,
@@ -151,6 +166,48 @@ def begin_run(
             "versions": versions(),
         },
     )
+
+
+def require_packable(
+    recipe: Recipe, shapes: Mapping[str, tuple[int, ...]], tokenizer: bytes
+) -> None:
+    """Refuse, before the first step, a model that no training could make fit its cap.
+
+    Sizes are the least that any weights could have, without code: grids take no bytes, fp16 numbers
+    half of theirs, other integers half of the bits of Gaussian weights.
+    """
+    schemes = check_rules(shapes, recipe.quant.rules)
+    num_weights = sum(math.prod(shape) for shape in shapes.values())
+    if num_weights > MAX_WEIGHTS:
+        raise RecipeError(f"the model has {num_weights} weights: a file holds {MAX_WEIGHTS}")
+    least = guess_other_bytes(schemes, shapes, 0, b"") / 2 + len(squeeze(tokenizer))
+    cap_bytes = recipe.limits.cap_bytes
+    if least > cap_bytes:
+        raise RecipeError(
+            f"{num_weights} weights take at least {least:.0f} bytes by quant.rules, the cap is "
+            f"{cap_bytes}; use fewer bits, a smaller model or a larger limits.cap_bytes"
+        )
+
+
+def require_memory(
+    recipe: Recipe, shapes: Mapping[str, tuple[int, ...]], free_bytes: float
+) -> None:
+    """Refuse, before the first step, micro-batches that cannot be held in memory.
+
+    What every block keeps for the way back is at least its two inputs, queries, keys, values and
+    the hidden layer, in half precision. Each weight has a gradient and a momentum, in fp32.
+    """
+    part, spec = recipe.train, recipe.model
+    num_tokens = max(part.micro_sizes or (part.micro_batch_tokens,))
+    width = sum(shapes[f"blocks.0.{name}.weight"][0] for name in KEPT) + 2 * spec.dim
+    weights_bytes = 12 * sum(math.prod(shape) for shape in shapes.values())
+    least = weights_bytes + 2 * num_tokens * spec.num_layers * width
+    if least > free_bytes:
+        raise RecipeError(
+            f"train.micro_batch_tokens = {num_tokens}: a step needs at least {least / 1e9:.1f} GB, "
+            f"{free_bytes / 1e9:.1f} GB are free; use smaller micro-batches, and more of them "
+            "(train.num_micro_batches)"
+        )
 
 
 def _check_tokenizer(recipe: Recipe, tokenizer: Tokenizer, data_path: Path) -> None:
