@@ -21,6 +21,7 @@ from types import FrameType
 import pytest
 import torch
 
+from commands import invoke
 from damage import damage, edit_json, edit_lines, edit_tensors, edit_toml, edit_tree
 from tiny import TinyRun
 from underpar.audit.case import hash_files
@@ -30,6 +31,7 @@ from underpar.core.run_folder import RunFolder
 from underpar.core.runtime import Clock, Runtime
 from underpar.core.tensor_files import read_tensors, save_tensors
 from underpar.data.folder import data_identity, load_data
+from underpar.data.merge import merge_folders
 from underpar.data.sources.corpus import read_documents
 from underpar.errors import UnderparError, one_line
 from underpar.lab.compare import read_result
@@ -238,6 +240,11 @@ def targets(tiny_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> list
     def codec_reads() -> None:
         codec.decompress(stream.read_bytes(), any_machine=True)
 
+    def merge() -> None:
+        out = root / "merged"
+        shutil.rmtree(out, ignore_errors=True)
+        merge_folders([data_path], out)
+
     def load() -> None:
         load_data(data_path)
 
@@ -313,7 +320,13 @@ def targets(tiny_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> list
             heavy=(case,),
         ),
         Target("stream", stream, (codec_reads,), edit_stream, guarded=True),
-        Target("manifest", data_path / "manifest.json", (load,), edit_json, heavy=(audit,)),
+        Target(
+            "manifest",
+            data_path / "manifest.json",
+            (load,),
+            edit_json,
+            heavy=(audit, merge, lambda: invoke("data", "inspect", data_path)),
+        ),
         Target("shard", data_path / "val.shard", (load,), edit_shard, guarded=True),
         Target("data tokenizer", data_path / "tokenizer.model", (load,), damage, guarded=True),
         Target("texts", texts, (lambda: list(read_documents([texts])),), edit_lines),
