@@ -65,11 +65,13 @@ def read_result(text: str, method: str) -> Result:
     words = [k for k in ("data_identity", "method", "artifact_sha256") if k in score.values]
     known = {key: score.text(key) for key in words}
     num_bytes, num_targets = score.count("bytes"), score.count("targets")
+    if not num_targets:
+        raise BenchError(f"{text} prices no text; score again")
     return Result(
         text,
         score.finite("bpb"),
         seed,
-        num_bytes / max(1, num_targets),
+        num_bytes / num_targets,
         known.get("data_identity"),
         num_bytes,
         known.get("method"),
