@@ -1,5 +1,27 @@
 """Errors that a user can cause or meet. A message is one line: the value, what to do instead."""
 
+# What Python raises if a value of a file has another type, size, name or nesting than its writer's.
+DAMAGE = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+
+
+def one_line(text: object, most_characters: int = 600) -> str:
+    """Text from outside, for a terminal: control characters escaped, its middle left out if long.
+
+    File names, JSON values and names of tensors may hold line breaks and terminal sequences.
+    """
+    line = str(text)
+    if len(line) > most_characters:
+        half = most_characters // 2
+        line = f"{line[:half]} [...] {line[-half:]}"
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
+
 
 class UnderparError(Exception):
     """Base of all errors that the command line prints as one line, with exit code 2."""

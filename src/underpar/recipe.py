@@ -32,6 +32,10 @@ from underpar.schema import (
 
 Tree = dict[str, Any]
 
+# Far above any recipe: bytes of a file, tables in tables, bases of bases.
+MOST_BYTES, MOST_LEVELS, MOST_BASES = 1 << 20, 32, 32
+# Types of values that JSON has too: recipes are hashed and stored as JSON.
+PLAIN_TYPES = (str, int, float, list, dict)
 # Above any number of tokens or bytes, and small enough for tensors and files.
 LARGEST_NUMBER = 1e15
 
@@ -82,25 +86,58 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
 
 def _read_with_base(name: str, seen: tuple[str, ...]) -> Tree:
     require(name not in seen, f"recipe {name!r}: its base leads back to itself")
-    tree = _read_toml(name)
+    require(len(seen) < MOST_BASES, f"recipe {name!r}: more than {MOST_BASES} bases of bases")
+    tree = read_toml(name)
     base = tree.pop("base", None)
-    return tree if base is None else merge(_read_with_base(base, (*seen, name)), tree)
+    if base is None:
+        return tree
+    require(isinstance(base, str), f"recipe {name!r}: base = {base!r:.60}, expected a name")
+    return merge(_read_with_base(base, (*seen, name)), tree)
 
 
-def _read_toml(name: str) -> Tree:
+def read_toml(name: str) -> Tree:
+    """The tables of a recipe as they are written, its base not resolved."""
     if name.endswith(".toml"):
         path = Path(name)
         require(path.is_file(), f"recipe file {name!r} does not exist")
-        text = path.read_text()
+        size = path.stat().st_size
+        require(size <= MOST_BYTES, f"recipe file {name!r} has {size} bytes: over {MOST_BYTES}")
+        raw = path.read_bytes()
     else:
         entry = resources.files("underpar.recipes").joinpath(f"{name}.toml")
         if not entry.is_file():
             raise RecipeError(f"no recipe {name!r}{nearest(name, list(list_recipes()))}")
-        text = entry.read_text()
+        raw = entry.read_bytes()
     try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise RecipeError(f"recipe {name!r} is not valid TOML: {error}") from error
+        return parse_toml(raw.decode())
+    except ValueError as error:
+        raise RecipeError(f"recipe {name!r} is not valid TOML: {error!s:.200}") from error
+
+
+def parse_toml(text: str) -> Tree:
+    """The tables of a TOML text; a ValueError if it is no TOML, or nested deeper than any recipe.
+
+    Brackets and dots may nest tables more deeply than Python can walk through them.
+    """
+    try:
+        tree = tomllib.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    level: list[Any] = [tree]
+    for _ in range(MOST_LEVELS):
+        level = [inner for value in level for inner in _values_in(value)]
+        odd = [value for value in level if not isinstance(value, PLAIN_TYPES)]
+        if odd:
+            raise ValueError(f"{odd[0]!r} is a date or a time, which no recipe has")
+    if level:
+        raise ValueError(f"nested too deeply: more than {MOST_LEVELS} levels")
+    return tree
+
+
+def _values_in(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [*value.values()]
+    return value if isinstance(value, list) else []
 
 
 def merge(base: Tree, change: Tree) -> Tree:
@@ -118,11 +155,13 @@ def parse_override(text: str) -> Tree:
     key, mark, value = text.partition("=")
     require(bool(mark and key.strip()), f"--set {text!r}: expected section.key=value")
     try:
-        parsed = tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
+        parsed = parse_toml(f"value = {value}")["value"]
+    except ValueError:
         parsed = value
     tree: Any = parsed
-    for name in reversed(key.strip().split(".")):
+    names = key.strip().split(".")
+    require(len(names) < MOST_LEVELS, f"--set {text!r:.60}: expected section.key=value")
+    for name in reversed(names):
         tree = {name: tree}
     return typing.cast(Tree, tree)
 
@@ -176,10 +215,10 @@ def _typed(hint: Any, value: Any, where: str) -> Any:
             f"{where} = {value!r}: expected {len(items)} values",
         )
         return tuple(_typed(items[0], v, where) for v in value)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
     finite = not isinstance(value, int | float) or abs(value) <= LARGEST_NUMBER
     require(finite, f"{where} = {value!r}: expected a finite number, at most {LARGEST_NUMBER:.0e}")
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
     right = isinstance(value, hint) and not (isinstance(value, bool) and hint is not bool)
     require(right, f"{where} = {value!r}: expected {hint.__name__}")
     return value

@@ -7,13 +7,12 @@ import random
 import re
 import struct
 import tracemalloc
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 from every_scheme import draw_artifact
 
+from damage import HOSTILE, RAW, damage, leaves
 from underpar.artifact.format import HEAD, HEAD_BYTES, frame, squeeze, unframe, unsqueeze
 from underpar.artifact.pack import NUM_SECTIONS, pack, unpack
 from underpar.artifact.table import MAX_HEADER_BYTES
@@ -23,57 +22,6 @@ from underpar.quant.schemes import dequantize
 
 QUICK_FILES, MANY_FILES = 400, 6000
 MOST_BYTES = 64 << 20
-
-HOSTILE: list[Any] = [
-    -1, 0, 1, 2, 127, 128, 2**14, 2**20, 2**31, 2**63, 10**30, -(2**40), 0.5, 1e300, True, None, "",
-    "1", "fp16", "int6", "int8", "grid1", "grid8+columns", "ternary:4", "ternary:3", "line\nbreak",
-    "\ud800", [], [1], [[]], [[1, 2], [3]], {}, {"rank": 1}, [6, 8], [8, 6], [48], [2**27, 1],
-    [1, 2**27], [16384],
-]  # fmt: skip
-# What JSON can hold and Python's writer does not.
-RAW = [
-    b"-0", b"1e999", b"NaN", b"-Infinity", b"9" * 5000, b"[" * 4000 + b"]" * 4000, b'"\\u0000"',
-    b"1.0", b"{}", b"null",
-]  # fmt: skip
-
-
-def flip_bits(data: bytearray, rng: random.Random) -> None:
-    for _ in range(rng.choice([1, 1, 2, 8])):
-        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-
-
-def replace_bytes(data: bytearray, rng: random.Random) -> None:
-    for _ in range(rng.choice([1, 2, 5])):
-        data[rng.randrange(len(data))] = rng.randrange(256)
-
-
-def cut(data: bytearray, rng: random.Random) -> None:
-    at = rng.randrange(len(data))
-    del data[at : at + rng.choice([1, 2, 7, len(data)])]
-
-
-def insert(data: bytearray, rng: random.Random) -> None:
-    at = rng.randrange(len(data) + 1)
-    data[at:at] = rng.randbytes(rng.choice([1, 2, 9, 100]))
-
-
-DAMAGES: list[Callable[[bytearray, random.Random], None]] = [flip_bits, replace_bytes, cut, insert]
-
-
-def damage(data: bytes, rng: random.Random) -> bytes:
-    changed = bytearray(data)
-    if changed:
-        rng.choice(DAMAGES)(changed, rng)
-    return bytes(changed)
-
-
-def leaves(tree: Any) -> list[tuple[Any, Any]]:
-    """Every place of a tree that holds a value, as container and key."""
-    keys = [*tree] if isinstance(tree, dict) else [*range(len(tree))]
-    below = [
-        place for key in keys if isinstance(tree[key], dict | list) for place in leaves(tree[key])
-    ]
-    return [(tree, key) for key in keys] + below
 
 
 def edit_header(raw: bytes, rng: random.Random) -> bytes:

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import os
+import re
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from underpar.core.runtime import Runtime
 from underpar.data.folder import load_data
 from underpar.data.tokens.tokenizer import SentencePieceTokenizer
 from underpar.errors import CodecError
+from underpar.seams import BOS_ID
 from underpar.stages.use import open_codec
 
 TEXT = "It was a bright cold day in April, and the clocks were striking thirteen.\n" * 8
@@ -137,10 +139,35 @@ def test_another_artifact_is_refused(codec: Codec, compressed: bytes) -> None:
 def test_another_machine_is_refused_but_may_try(
     codec: Codec, compressed: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream, "fingerprint", lambda device: "torch 9.9 elsewhere")
+    monkeypatch.setattr(stream, "fingerprint", lambda predictor: "torch 9.9 elsewhere")
     with pytest.raises(CodecError, match=r"torch 9\.9 elsewhere.*--any-machine"):
         codec.decompress(compressed)
     assert codec.decompress(compressed, any_machine=True) == TEXT.encode()
+
+
+def test_other_floats_are_another_machine(codec: Codec, compressed: bytes) -> None:
+    here = stream.fingerprint(codec.predictor)
+    assert here == stream.fingerprint(codec.predictor) == read_header(compressed)[0].machine
+    assert re.search(r" threads 1 step [0-9a-f]{8}$", here)
+    # A weight stands for a sum that another processor rounds otherwise.
+    embedding = codec.predictor.model.embedding.weight
+    before = embedding.detach().clone()
+    with torch.no_grad():
+        embedding[BOS_ID, 0] += 1e-5
+    try:
+        assert stream.fingerprint(codec.predictor) != here
+        with pytest.raises(CodecError, match="floats may differ"):
+            codec.decompress(compressed)
+    finally:
+        with torch.no_grad():
+            embedding.copy_(before)
+
+
+def test_a_file_of_an_earlier_version_is_refused(codec: Codec, compressed: bytes) -> None:
+    header, payload = read_header(compressed)
+    old = dataclasses.replace(header, machine=header.machine.partition(" threads")[0])
+    with pytest.raises(CodecError, match="--any-machine"):
+        codec.decompress(old.to_bytes() + payload)
 
 
 def test_an_encoder_that_cannot_decode_does_not_report_success(

@@ -241,7 +241,7 @@ def test_runs_of_another_recipe_or_data_are_refused(
 @pytest.mark.parametrize("tree", ["[]", "{}", '{"live_bpb": "x", "average_bpb": null}'])
 def test_a_damaged_validation_is_named(tmp_path: Path, tree: str) -> None:
     (tmp_path / "validation.json").write_text(tree)
-    with pytest.raises(RunError, match=r"validation\.json is not a validation"):
+    with pytest.raises(RunError, match=r"validation\.json"):
         read_bpb(RunFolder(tmp_path), TOKENS)
 
 
@@ -405,7 +405,7 @@ def test_known_runs_of_something_else_are_refused(
     with pytest.raises(RunError, match="does not exist; 'underpar ablate' leaves"):
         read_known(path, plan, here)
     path.write_text("[]")
-    with pytest.raises(RunError, match="is not the result of an ablation"):
+    with pytest.raises(RunError, match="does not hold a JSON object"):
         read_known(path, plan, here)
     path.write_text(json.dumps(result))
     assert read_known(path, plan, here).bpb == BPB

@@ -7,7 +7,7 @@ import pytest
 
 from commands import run, run_json
 from underpar.core.run_folder import RunFolder
-from underpar.errors import BenchError
+from underpar.errors import BenchError, RunError
 from underpar.lab.compare import Result, compare, mean_bytes_per_token, pair_by_seed, read_result
 from underpar.recipe import load_recipe
 
@@ -57,7 +57,7 @@ def test_runs_are_read_with_their_seed(tmp_path: Path) -> None:
     folder.score_file("plain").write_text(json.dumps({"bpb": 2.0, "bytes": 30, "targets": 10}))
     assert read_result(str(tmp_path), "plain") == Result(str(tmp_path), 2.0, 5, 3.0, num_bytes=30)
     folder.score_file("plain").write_text("{}")
-    with pytest.raises(BenchError, match="not a score file"):
+    with pytest.raises(RunError, match="bytes is missing"):
         read_result(str(tmp_path), "plain")
 
 

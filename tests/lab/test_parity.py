@@ -150,7 +150,7 @@ def test_a_run_that_fails_is_shown_and_the_others_are_kept(
     request = request_of(tmp_path, tmp_path)
     for expected in (["fast", "plain"], ["plain"]):
         device = Device(tmp_path, code, done=("fast",))
-        with pytest.raises(RunError, match=rf"plain failed, {reason}:\none line"):
+        with pytest.raises(RunError, match=rf"plain failed, {reason}: one line"):
             run_parity(request, launch=device)
         # Nothing is begun after a failure, and what is finished is not repeated.
         assert device.started == expected

@@ -5,7 +5,7 @@ from interface import commands, interfaces
 from pinned import differences, read_pinned
 
 # Words of a pinned command -> names of the options it has gained on purpose.
-NEW_OPTIONS: dict[str, set[str]] = {"recipe show": {"forward"}}
+NEW_OPTIONS: dict[str, set[str]] = {"": {"debug"}, "recipe show": {"forward"}}
 
 PINNED = read_pinned()["interface"]
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from underpar.core.run_folder import RunFolder
-from underpar.errors import RunError
+from underpar.errors import RecipeError, RunError, UnderparError
 from underpar.recipe import load_recipe
 from underpar.report.facts import Comparison
 from underpar.report.gather import gather
@@ -87,14 +87,14 @@ DAMAGE = [
     ("about", "{", "run.json is not valid JSON"),
     ("about", "[1]", "run.json does not hold a JSON object"),
     ("about", {"recipe_hash": 7}, "run.json: recipe_hash is 7, expected a string"),
-    ("recipe", "dim = = 3", "recipe.toml is not valid TOML"),
-    ("metrics", "{]\n", "metrics.jsonl holds a line that is not JSON"),
-    ("metrics", "3\n", "metrics.jsonl holds a line that is not a JSON object"),
+    ("recipe", "dim = = 3", "recipe.toml' is not valid TOML"),
+    ("metrics", "{]\n", "metrics.jsonl is not valid JSON"),
+    ("metrics", "3\n", "metrics.jsonl does not hold a JSON object"),
     ("metrics", '{"step": true}\n', "metrics.jsonl: step is True, expected a whole number"),
     ("metrics", '{"step": -1}\n', "metrics.jsonl: step is -1, expected a whole number from 0"),
     ("metrics", '{"step": 1, "loss": 1' + "0" * 400 + "}\n", "metrics.jsonl: loss is 10000"),
     ("budget", {"tensors": [1]}, "budget.json: tensors is .*, expected a list of objects"),
-    ("budget", "[" * 100_000, "budget.json cannot be read"),
+    ("budget", "[" * 100_000, "budget.json is not valid JSON"),
     ("plain", {"ledger": []}, "score-plain.json: method is missing"),
     ("audit", {"findings": []}, "audit.json: verdict is missing"),
     ("audit", {"findings": [], "verdict": "splendid"}, "audit.json: verdict 'splendid'"),
@@ -105,14 +105,14 @@ DAMAGE = [
 def test_damage_is_refused_by_file_name(
     make_run: Any, file: str, content: Any, message: str
 ) -> None:
-    with pytest.raises(RunError, match=message) as caught:
+    with pytest.raises(UnderparError, match=message) as caught:
         gather(make_run(**{file: content}))
     assert "\n" not in str(caught.value)
 
 
 def test_deep_nesting_is_refused(make_run: Any) -> None:
     deep = "a." * 2000 + "a"
-    with pytest.raises(RunError, match="nested too deeply"):
+    with pytest.raises(RecipeError, match="nested too deeply"):
         gather(make_run(recipe=f"[{deep}]\nx = 1\n"))
 
 

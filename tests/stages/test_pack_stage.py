@@ -227,3 +227,29 @@ def test_corrections_reach_the_artifact(folder: RunFolder, tiny_run: TinyRun) ->
     ]
     assert moved
     assert read_quantized(folder.quantized_file)[1]["tune_seconds"] > 0
+
+
+def test_another_or_damaged_tokenizer_is_refused(folder: RunFolder) -> None:
+    before, good = folder.artifact_file.read_bytes(), folder.tokenizer_file.read_bytes()
+    text = good.replace(b"the", b"teh", 1)
+    assert text != good
+    for content, words in (
+        (good[:-9], "tokenizer"),
+        (b"", "tokenizer"),
+        (text, "not the tokenizer that the run was trained with"),
+    ):
+        folder.tokenizer_file.write_bytes(content)
+        with pytest.raises(RunError, match=words):
+            pack_run(folder)
+    assert folder.artifact_file.read_bytes() == before
+
+
+def test_a_flipped_byte_never_becomes_another_artifact(folder: RunFolder) -> None:
+    before = folder.artifact_file.read_bytes()
+    for path in (folder.weights_file, folder.quantized_file):
+        good = path.read_bytes()
+        path.write_bytes(good[:-50] + bytes([good[-50] ^ 1]) + good[-49:])
+        with pytest.raises(RunError, match="checksum is wrong"):
+            pack_run(folder)
+        path.write_bytes(good)
+    assert folder.artifact_file.read_bytes() == before

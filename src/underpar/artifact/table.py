@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from underpar.artifact.frequencies import TOTAL
-from underpar.errors import ArtifactError, UnderparError
+from underpar.errors import DAMAGE, ArtifactError, UnderparError
 from underpar.quant.schemes import Scheme, parse_scheme
 from underpar.recipe import Recipe, from_tree
 
@@ -95,15 +95,7 @@ def read_header(raw: bytes) -> Header:
             raise ValueError(f"more than {MAX_WEIGHTS} weights")
         if sum({row.shape[1] for row in rows if row.scheme.states}) > MAX_COLUMNS:
             raise ValueError(f"grids of more than {MAX_COLUMNS} columns")
-    except (
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        RecursionError,
-        TypeError,
-        ValueError,
-        UnderparError,
-    ) as error:
+    except (UnderparError, *DAMAGE) as error:
         # The message may quote the file: line breaks are escaped and the length is limited.
         raise ArtifactError(f"artifact header cannot be used: {error!r:.300}") from error
     return header

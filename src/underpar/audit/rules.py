@@ -28,7 +28,7 @@ from underpar.audit.scores import (
     scoring_time,
 )
 from underpar.audit.size import size
-from underpar.errors import UnderparError
+from underpar.errors import DAMAGE, UnderparError, one_line
 
 Rule = Callable[[Case], Finding]
 
@@ -57,8 +57,10 @@ def run_audit(case: Case, on_rule: Callable[[Finding], None] | None = None) -> l
         started = time.perf_counter()
         try:
             finding = rule(case)
-        except (UnderparError, AssertionError) as error:
-            finding = judge(name, False, f"refused: {error}")
+        # The rules read what the judged party wrote: files of other shapes are no evidence.
+        except (UnderparError, OSError, AssertionError, *DAMAGE) as error:
+            said = str(error) if isinstance(error, UnderparError) else repr(error)
+            finding = judge(name, False, f"refused: {one_line(said)}")
         findings.append(replace(finding, seconds=time.perf_counter() - started))
         if on_rule:
             on_rule(findings[-1])

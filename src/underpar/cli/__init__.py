@@ -1,29 +1,63 @@
 """The command line: parse the words, call one function, show its result.
 
 Each command imports what it needs when it runs, so that --help does not wait for torch.
-Exit codes: 0 ok, 1 an audit or a parity check failed, 2 a user's mistake (one line on standard
-error).
+Exit codes: 0 ok; 1 a verdict of fail (audit, parity); 2 a user's mistake, a damaged file or too
+little memory; 3 an audit that lacks evidence; 70 an error that nobody foresaw; 130 Ctrl-C; 141 the
+reader of the output left. 2 and 70 come with one line on standard error.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+import traceback
 
 from underpar.cli import data, judge, lab, make, use
-from underpar.cli.console import ERR
-from underpar.cli.options import app
+from underpar.cli.console import show_error
+from underpar.cli.options import BROKEN_PIPE, app
 from underpar.core.runtime import keep_bytecode
 from underpar.errors import UnderparError
 
 __all__ = ["app", "data", "judge", "lab", "main", "make", "use"]
 
+MISTAKE, UNFORESEEN, INTERRUPTED = 2, 70, 130
+
 
 def main() -> None:
-    """Run the command line; a user's mistake is one line and exit code 2."""
+    """Run the command line; the process ends with its exit code."""
     # Commands import torch when they run, so this is early enough.
     keep_bytecode()
     try:
-        app()
-    except (UnderparError, OSError) as error:
-        ERR.print(f"error: {error}", markup=False, soft_wrap=True)
-        sys.exit(2)
+        try:
+            app()
+        finally:
+            # What is still buffered may find that its reader has left.
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes once more when it ends, and would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(BROKEN_PIPE)
+    except KeyboardInterrupt:
+        show_error("interrupted")
+        sys.exit(INTERRUPTED)
+    except Exception as error:
+        if "--debug" in sys.argv:
+            traceback.print_exc()
+        message, code = explain(error)
+        show_error(message)
+        sys.exit(code)
+
+
+def explain(error: Exception) -> tuple[str, int]:
+    """What an error means for the user, and the exit code."""
+    if isinstance(error, UnderparError | OSError):
+        return str(error), MISTAKE
+    kind = type(error).__name__
+    # By name, because torch may not be imported. On a CPU torch has no error of its own.
+    if isinstance(error, MemoryError) or kind == "OutOfMemoryError" or "can't alloc" in str(error):
+        settings = "--set train.micro_batch_tokens=... or --set score.batch_tokens=..."
+        return f"out of memory ({error}); use smaller batches: {settings}", MISTAKE
+    return (
+        f"internal error: {kind}: {error}; please report what 'underpar --debug ...' shows",
+        UNFORESEEN,
+    )

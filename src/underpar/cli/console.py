@@ -23,13 +23,25 @@ from rich.progress import (
 from rich.table import Table
 
 from underpar.core.progress import SILENT, Progress, Task
+from underpar.errors import one_line
 
 if TYPE_CHECKING:
     from underpar.core.runtime import Runtime
 
+
+class PlainConsole(Console):
+    """A console that leaves a broken pipe to `cli.main`; rich would end with exit code 1."""
+
+    def on_broken_pipe(self) -> None:
+        """Called inside the handler of the BrokenPipeError, which goes on from here."""
+        raise
+
+
 # Results go to standard output, progress and errors to standard error.
-OUT = Console(highlight=False)
-ERR = Console(stderr=True, highlight=False)
+OUT = PlainConsole(highlight=False)
+ERR = PlainConsole(stderr=True, highlight=False)
+# The longest line of a table or a note.
+MOST_CHARACTERS = 2000
 
 
 def show_json(value: Any) -> None:
@@ -39,7 +51,9 @@ def show_json(value: Any) -> None:
 
 def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Print a table; a column whose name ends with '#' holds numbers, aligned to the right."""
-    table = Table(title=escape(title), title_justify="left", title_style="bold", header_style="dim")
+    table = Table(
+        title=escape(_plain(title)), title_justify="left", title_style="bold", header_style="dim"
+    )
     for column in columns:
         table.add_column(column.rstrip("#"), justify="right" if column.endswith("#") else "left")
     for row in rows:
@@ -53,7 +67,12 @@ def _cell(value: object) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
     # Brackets in a path are text, not markup.
-    return escape(str(value))
+    return escape(_plain(str(value)))
+
+
+def _plain(text: str) -> str:
+    """Text without terminal sequences: what comes from files may hold them. Lines stay lines."""
+    return "\n".join(one_line(line, MOST_CHARACTERS) for line in text.split("\n"))
 
 
 def show_pairs(title: str, pairs: Mapping[str, object]) -> None:
@@ -102,7 +121,12 @@ class Terminal:
 
     def note(self, line: str) -> None:
         """Print a line above the bar."""
-        ERR.print(line, markup=False, soft_wrap=True)
+        ERR.print(_plain(line), markup=False, soft_wrap=True)
+
+
+def show_error(error: object) -> None:
+    """Print an error as one line on standard error."""
+    ERR.print(f"error: {one_line(error)}", markup=False, soft_wrap=True)
 
 
 def open_progress(json: bool, runtime: Runtime | None = None) -> Progress:

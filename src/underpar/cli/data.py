@@ -231,20 +231,29 @@ def _show_manifest(path: Path, manifest: dict[str, Any], json: bool) -> None:
     if json:
         show_json(manifest)
         return
+    from underpar.core.fields import Fields
+
+    fields = Fields(path / "manifest.json", manifest, "build the folder again")
+    counts = ("documents", "tokens", "bytes")
     rows = [
-        (s, m["documents"], m["tokens"], m["bytes"], m["bytes_per_token"], m["changed"])
-        for s, m in ((s, manifest[s]) for s in ("train", "val"))
+        (s, *map(m.count, counts), m.number("bytes_per_token"), m.count("changed"))
+        for s, m in ((s, fields.table(s)) for s in ("train", "val"))
     ]
-    about = manifest["tokenizer"]
-    kind = "lossless" if about["lossless"] else "LOSSY, scores are not comparable"
-    title = f"{path}: {about['vocab_size']} pieces, transform {about['transform']}, {kind}"
+    about = fields.table("tokenizer")
+    kind = "lossless" if about.values.get("lossless") else "LOSSY, scores are not comparable"
+    words = f"{about.count('vocab_size')} pieces, transform {about.text('transform')}"
+    title = f"{path}: {words}, {kind}"
     columns = ("split", "documents#", "tokens#", "bytes#", "bytes/token#", "changed documents#")
     show_table(title, columns, rows)
-    tally = manifest.get("tally", {})
-    if tally.get("repaired") or tally.get("left_out_empty"):
+    if "tally" not in manifest:
+        return
+    tally = fields.table("tally")
+    names = ("repaired", "replaced_characters", "left_out_empty")
+    repaired, characters, left_out = map(tally.count, names)
+    if repaired or left_out:
         OUT.print(
-            f"{tally['repaired']} documents repaired ({tally['replaced_characters']} characters), "
-            f"{tally['left_out_empty']} empty ones left out"
+            f"{repaired} documents repaired ({characters} characters), {left_out} empty ones "
+            "left out"
         )
 
 

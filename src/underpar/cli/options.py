@@ -20,8 +20,19 @@ MAKE, JUDGE, USE, DATA, LAB = "Make a model", "Judge it", "Use it", "Data", "Lab
 PANELS = (MAKE, JUDGE, USE, DATA, LAB)
 
 
+# The exit code of a process that the signal of a broken pipe has ended.
+BROKEN_PIPE = 141
+
+
 class ByPanel(TyperGroup):
     """Lists commands panel by panel, in the order of `PANELS`."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command. typer would end a broken pipe with 1, the exit code of a failed audit."""
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError as error:
+            raise typer.Exit(BROKEN_PIPE) from error
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Names of all commands."""
@@ -37,6 +48,16 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+
+
+@app.callback()
+def options(
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of an error, before its line.")
+    ] = False,
+) -> None:
+    """Options of all commands. `cli.main` reads --debug itself: errors end there."""
+
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document for machines.")]
 Set = Annotated[

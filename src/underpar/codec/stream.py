@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from underpar.codec.lanes import OnTokens, decode_documents, encode_documents
+from underpar.codec.lanes import OnTokens, decode_documents, encode_documents, hash_step
 from underpar.data.tokens.tokenizer import Tokenizer
 from underpar.errors import CodecError, DataError
 from underpar.infer.predictor import Predictor
@@ -32,11 +32,17 @@ TOKENS_PER_LANE = 2048
 MAX_LANES = 64
 
 
-def fingerprint(device: torch.device) -> str:
-    """Everything that float results depend on: torch version, and GPU or instruction set."""
+def fingerprint(predictor: Predictor) -> str:
+    """What float results depend on: torch, GPU or instruction set, threads, and a step's result.
+
+    Files of earlier versions lack the last two: they were coded with two threads.
+    """
+    device = predictor.device
     if device.type == "cuda":
-        return f"torch {torch.__version__} {torch.cuda.get_device_name(device)}"
-    return f"torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()}"
+        kind = torch.cuda.get_device_name(device)
+    else:
+        kind = torch.backends.cpu.get_cpu_capability()
+    return f"torch {torch.__version__} {kind} {hash_step(predictor)}"
 
 
 @dataclass(frozen=True)
@@ -109,7 +115,7 @@ class Codec:
             len(documents),
             len(data),
             hashlib.sha256(data).digest()[:8],
-            fingerprint(self.predictor.device),
+            fingerprint(self.predictor),
         )
         out = header.to_bytes() + (data if stored else coded)
         if self.decompress(out) != data:
@@ -126,7 +132,7 @@ class Codec:
                 f"this file was compressed with artifact {header.artifact.hex()}..., "
                 f"not with {self.identity[:16]}...; give the artifact it was made with"
             )
-        here = fingerprint(self.predictor.device)
+        here = fingerprint(self.predictor)
         if header.machine != here and not any_machine:
             raise CodecError(
                 f"this file was compressed on '{header.machine}', here is '{here}': floats may "

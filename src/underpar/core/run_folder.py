@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from underpar.core.fields import Fields, read_fields, read_lines
 from underpar.errors import RunError
 from underpar.recipe import Recipe, read_recipe_file, to_toml
 
@@ -245,21 +246,26 @@ class RunFolder:
         """The recipe this run was trained with."""
         return read_recipe_file(self.need(self.recipe_file))
 
-    def read_json(self, path: Path) -> Any:
-        """The content of a JSON file of this run."""
-        try:
-            return json.loads(self.need(path).read_text())
-        except ValueError as error:
-            raise RunError(f"{path} is not valid JSON ({error}); run its stage again") from error
+    def read_fields(self, path: Path) -> Fields:
+        """The JSON object in a file of this run."""
+        return read_fields(self.need(path))
 
-    def metrics(self) -> Iterator[dict[str, Any]]:
-        """Logged steps in order, without a last line that a kill cut short."""
+    def read_json(self, path: Path) -> dict[str, Any]:
+        """The same as a plain dictionary."""
+        return self.read_fields(path).values
+
+    def metrics(self, *needed: str) -> Iterator[dict[str, Any]]:
+        """Logged steps in order, without a last line that a kill cut short.
+
+        Every value is a number, and no line lacks its step or one of the keys `needed`.
+        """
         if not self.metrics_file.exists():
             return
-        with self.metrics_file.open() as lines:
-            for line in lines:
-                if line.endswith("\n"):
-                    yield json.loads(line)
+        for line in read_lines(self.metrics_file):
+            line.count("step")
+            for key in (*needed, *line.values):
+                line.number(key)
+            yield line.values
 
     def need(self, path: Path) -> Path:
         """`path` if it exists; else an error names the command that writes it."""

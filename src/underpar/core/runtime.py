@@ -6,6 +6,7 @@ Only this file reads and writes environment variables.
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import random
 import sys
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 _IMPORTED = time.perf_counter()
 
 
-_STAT = Path("/proc/self/stat")
+_STAT, _MEMORY = Path("/proc/self/stat"), Path("/proc/meminfo")
 
 
 def guard_cpu() -> None:
@@ -158,6 +159,19 @@ def threads(number: int) -> Iterator[None]:
 def num_cores() -> int:
     """Processor cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def free_memory_bytes(device: torch.device) -> float:
+    """Memory that a device can still give: of a GPU, or of this machine; infinity if unknown."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = _MEMORY.read_text().splitlines()
+        return next(1024.0 * int(line.split()[1]) for line in lines if "MemAvailable" in line)
+    except (OSError, StopIteration, ValueError, IndexError):
+        return math.inf
 
 
 def process_age_seconds() -> float:

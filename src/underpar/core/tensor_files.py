@@ -1,41 +1,95 @@
-"""Tensors with a description in a safetensors file, which runs no code when it is read."""
+"""Tensors with a description in a safetensors file, which runs no code when it is read.
+
+A file holds a SHA-256 of its description and of every tensor's name, type, shape and bytes. It is
+compared each time the file is read, so that a damaged file never becomes another model.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from underpar.core.fields import reading
 from underpar.core.run_folder import write_atomic
 from underpar.errors import RunError
+
+# Metadata is one text, because safetensors writes several in any order. Files without a checksum,
+# of older versions, have the description under another key.
+CHECKED, UNCHECKED = "checked", "about"
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, object]) -> None:
     """Write tensors and a description for JSON, whole or not at all."""
     plain = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-    write_atomic(path, save(plain, metadata={"about": json.dumps(dict(about))}))
+    description = json.loads(json.dumps(dict(about)))
+    text = json.dumps({"sha256": _digest(plain, description), "about": description})
+    write_atomic(path, save(plain, metadata={CHECKED: text}))
 
 
-def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, object]]:
-    """The tensors and the description that `save_tensors` wrote."""
-    try:
+def read_tensors(
+    path: Path, may_lack_checksum: bool = False
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors and the description that `save_tensors` wrote; other values are refused.
+
+    With `may_lack_checksum`, files of versions that stored none are read too.
+    """
+    remedy = "make it again or restore it"
+    with reading(path, remedy, SafetensorError):
         with safe_open(str(path), framework="pt") as file:
+            metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            about = json.loads((file.metadata() or {})["about"])
-    except (SafetensorError, KeyError, ValueError, OSError) as error:
-        raise RunError(f"{path} cannot be read ({error}); train again or restore it") from error
+        if CHECKED in metadata:
+            stored = json.loads(metadata[CHECKED])
+            if stored["sha256"] != _digest(tensors, stored["about"]):
+                raise RunError(f"{path} is damaged: its checksum is wrong; {remedy}")
+            about = stored["about"]
+        elif may_lack_checksum:
+            about = json.loads(metadata[UNCHECKED])
+        elif UNCHECKED in metadata:
+            raise RunError(f"{path} has no checksum: an older version wrote it; make it again")
+        else:
+            raise RunError(f"{path} was not written by underpar: it has no description")
+        if not isinstance(about, dict):
+            raise TypeError("its description is no JSON object")
     return tensors, about
 
 
-def read_about(path: Path) -> dict[str, object]:
-    """Only the description that `save_tensors` wrote."""
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            about: dict[str, object] = json.loads((file.metadata() or {})["about"])
-    except (SafetensorError, KeyError, ValueError, OSError) as error:
-        raise RunError(f"{path} cannot be read ({error}); make it again or restore it") from error
-    return about
+def read_about(path: Path, may_lack_checksum: bool = False) -> dict[str, Any]:
+    """Only the description that `save_tensors` wrote; the whole file is checked all the same."""
+    return read_tensors(path, may_lack_checksum)[1]
+
+
+def require_shapes(
+    path: Path, tensors: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]], remedy: str
+) -> None:
+    """Refuse tensors other than finite floating-point ones of these names and shapes."""
+    if names := sorted(tensors.keys() ^ shapes.keys()):
+        problem = "lacks" if names[0] in shapes else "has an unknown"
+        raise RunError(f"{path} {problem} tensor {names[0]!r:.80}; {remedy}")
+    for name, shape in shapes.items():
+        tensor = tensors[name]
+        if tensor.shape != torch.Size(shape) or not tensor.is_floating_point():
+            kind = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+            raise RunError(f"{path}: {name} is {kind}, expected floats {tuple(shape)}; {remedy}")
+        # In fp32, because the smallest floating-point types have no test of their own.
+        if not tensor.float().isfinite().all():
+            raise RunError(f"{path}: {name} holds a value that is not finite; {remedy}")
+
+
+def _digest(tensors: Mapping[str, Tensor], about: object) -> str:
+    """SHA-256 of values as JSON has them, and of tensors in the order of their names."""
+    digest = hashlib.sha256(json.dumps(about).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"\n{name!r} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        # A view as bytes needs a stride of 1, and a contiguous tensor of one number may have any.
+        flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))
+        digest.update(flat.view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -15,6 +15,7 @@ from typing import Any
 
 from underpar.build.levers import find_lever, lever_names, resolve_levers
 from underpar.build.model import weight_shapes
+from underpar.core.fields import reading
 from underpar.core.locks import lock_folder
 from underpar.core.progress import SILENT, Progress
 from underpar.core.run_folder import RunFolder, write_atomic, write_json
@@ -244,12 +245,9 @@ def read_bpb(folder: RunFolder, num_tokens: int) -> float | None:
     path = folder.validation_file
     if not path.exists():
         return None
-    tree = folder.read_json(path)
-    try:
-        value = tree["live_bpb"] if tree["average_bpb"] is None else tree["average_bpb"]
-        bpb, finished = float(value), tree["tokens"] >= num_tokens
-    except (KeyError, TypeError, ValueError) as error:
-        raise RunError(f"{path} is not a validation of this version ({error!r})") from error
+    tree = folder.read_fields(path)
+    key = "live_bpb" if tree.values.get("average_bpb") is None else "average_bpb"
+    bpb, finished = tree.number(key), tree.count("tokens") >= num_tokens
     if finished and not math.isfinite(bpb):
         raise RunError(f"{path} says {bpb} bits per byte; remove its folder and train again")
     return bpb if finished else None
@@ -268,19 +266,15 @@ def read_known(path: Path, plan: Plan, conditions: Mapping[str, Any]) -> Known:
     if not path.is_file():
         raise RunError(f"{path} does not exist; 'underpar ablate' leaves an ablation.json in --out")
     result = RunFolder(path.parent).read_json(path)
-    if not isinstance(result, dict):
-        raise RunError(f"{path} is not the result of an ablation")
     wanted = {"recipe_hash": plan.recipe_hash, "tokens": plan.request.num_tokens}
     for key, value in (wanted | dict(conditions)).items():
         if result.get(key) != value:
             raise RunError(f"{path} has {key} {result.get(key)}, this ablation has {value}")
-    try:
+    with reading(path, "it is not the result of an ablation"):
         values = zip(result["seeds"], result["baseline"]["bpb"], strict=True)
         bpb = {f"seed-{seed}": float(value) for seed, value in values}
         bpb |= {f"without-{row['lever']}": float(row["bpb"]) for row in result["levers"]}
         always = {} if result["loops_on"] is None else {LOOPS_ON: float(result["loops_on"])}
-    except (KeyError, TypeError, ValueError) as error:
-        raise RunError(f"{path} is not the result of an ablation ({error!r})") from error
     return Known(bpb | always, {key: result.get(key) for key in CONDITIONS})
 
 

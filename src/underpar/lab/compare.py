@@ -60,16 +60,23 @@ def read_result(text: str, method: str) -> Result:
     if not path.exists():
         raise BenchError(f"{text!r:.120} is neither a number, a run folder nor a score file")
     folder = RunFolder(path if path.is_dir() else path.parent)
-    tree = folder.read_json(folder.score_file(method) if path.is_dir() else path)
+    score = folder.read_fields(folder.score_file(method) if path.is_dir() else path)
     seed = folder.read_recipe().train.seed if folder.recipe_file.exists() else None
-    try:
-        words = {key: tree.get(key) for key in ("data_identity", "method", "artifact_sha256")}
-        data, label, artifact = (None if w is None else str(w) for w in words.values())
-        bpb, num_bytes, num_targets = float(tree["bpb"]), int(tree["bytes"]), int(tree["targets"])
-        width = num_bytes / num_targets
-    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise BenchError(f"{text} is not a score file ({error!r:.120})") from error
-    return Result(text, bpb, seed, width, data, num_bytes, label, artifact)
+    words = [k for k in ("data_identity", "method", "artifact_sha256") if k in score.values]
+    known = {key: score.text(key) for key in words}
+    num_bytes, num_targets = score.count("bytes"), score.count("targets")
+    if not num_targets:
+        raise BenchError(f"{text} prices no text; score again")
+    return Result(
+        text,
+        score.finite("bpb"),
+        seed,
+        num_bytes / num_targets,
+        known.get("data_identity"),
+        num_bytes,
+        known.get("method"),
+        known.get("artifact_sha256"),
+    )
 
 
 def compare(

@@ -121,7 +121,7 @@ def judge(fast: float, plain: float, split: float) -> dict[str, Any]:
 def mean_last_loss(folder: RunFolder, num_steps: int) -> float:
     """Mean nats per token of the last quarter of a run's steps, each of which is logged."""
     first = num_steps - num_steps // 4
-    losses = {line["step"]: line["loss"] for line in folder.metrics() if line["step"] > first}
+    losses = {line["step"]: line["loss"] for line in folder.metrics("loss") if line["step"] > first}
     if sorted(losses) != list(range(first + 1, num_steps + 1)):
         raise RunError(
             f"{folder.metrics_file} lacks some of the steps {first + 1} to {num_steps}; remove "
@@ -171,7 +171,8 @@ def _refuse_unfinished(request: Request, job: Job, code: int) -> None:
     folder = request.out / job.name
     if not _is_done(request, job):
         why = f"exit code {code}" if code else "stopped before its end"
-        raise RunError(f"run {folder} failed, {why}:\n{read_tail(folder)}")
+        # An error is one line: of the log, the last one.
+        raise RunError(f"run {folder} failed, {why}: {read_tail(folder, 1)}")
 
 
 def _describe(request: Request, name: str) -> dict[str, Any]:

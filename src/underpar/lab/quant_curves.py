@@ -29,6 +29,7 @@ from typing import Any
 
 from underpar.audit.probes import first_documents
 from underpar.build.model import build_model
+from underpar.core.fields import Fields
 from underpar.core.progress import SILENT, Progress
 from underpar.core.run_folder import RunFolder, write_atomic, write_json
 from underpar.core.runtime import Runtime, num_cores, open_runtime
@@ -96,7 +97,8 @@ def measure(
     }
     record = _read_record(path, about)
     factors = FACTORS[: request.num_sizes]
-    measured = {(row["curve"], row["factor"]) for row in record["points"]}
+    rows = Fields(path, record).rows("points")
+    measured = {(row.text("curve"), row.number("factor")) for row in rows}
     todo = [(name, f) for name in curves for f in factors if (name, f) not in measured]
     if todo:
         runtime = open_runtime(request.device)

@@ -25,6 +25,7 @@ from underpar.audit.behaviour import probe_size
 from underpar.audit.probes import first_documents
 from underpar.build.artifact import read_artifact
 from underpar.build.scoring import ScoringRequest, open_method, run_method
+from underpar.core.fields import Fields
 from underpar.core.locks import lock_folder
 from underpar.core.progress import SILENT, Progress
 from underpar.core.run_folder import RunFolder, write_atomic, write_json
@@ -111,9 +112,10 @@ def measure(request: Request, progress: Progress = SILENT) -> dict[str, Any]:
     }
     if path.exists():
         record = RunFolder(request.out).read_json(path)
-        if (record["artifact_sha256"], record["documents"]) != (identity, shard.num_documents):
+        about = record.get("artifact_sha256"), record.get("documents")
+        if about != (identity, shard.num_documents):
             raise UnderparError(f"{path} is of another artifact or text; choose another --out")
-    rows = {row["title"]: row for row in record["rows"]}
+    rows = {row.text("title"): row.values for row in Fields(path, record).rows("rows")}
     chosen = [ROWS[i] for i in request.rows] if request.rows else list(ROWS)
     made = _made(runtime)
     # A warm-up: libraries and kernels initialize themselves.

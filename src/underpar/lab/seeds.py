@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median, stdev
 
+from underpar.core.fields import Fields
 from underpar.core.run_folder import RunFolder, write_atomic
 from underpar.errors import RunError
 from underpar.recipe import Recipe
@@ -18,7 +19,6 @@ from underpar.report import charts
 from underpar.report.build import MAX_POINTS, horizon_of
 from underpar.report.charts import Labels, Line, Point
 from underpar.report.facts import RunReport
-from underpar.report.fields import Fields
 from underpar.report.gather import gather
 
 MISSING = "-"
@@ -105,9 +105,7 @@ def write_results(out: Path, folders: Sequence[RunFolder]) -> Path:
 def read_result(folder: RunFolder) -> Result:
     """The figures of a finished run, whether packed and scored or not yet."""
     run, recipe = gather(folder), folder.read_recipe()
-    about, end = (
-        Fields(path, folder.read_json(path)) for path in (folder.about_file, folder.validation_file)
-    )
+    about, end = map(folder.read_fields, (folder.about_file, folder.validation_file))
     for name in run.stale_files():
         raise RunError(f"{folder.path / name} is of another artifact; run its stage again")
     for method, result in run.scores.items():

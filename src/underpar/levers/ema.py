@@ -65,7 +65,7 @@ class WeightAverage:
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Put a checkpointed average back."""
         for name, shadow in self._shadow.items():
-            shadow.copy_(state[name])
+            shadow.copy_(state[name].view(shadow.shape))
 
 
 def plug(settings: Settings, spec: ModelSpec) -> WeightAverage:

@@ -76,7 +76,10 @@ class LatestWeights:
         newest = self._snapshots[-1]
         num_snapshots = len(state) // len(newest)
         self._snapshots = [
-            {name: state[f"{i}/{name}"].to(w.device, copy=True) for name, w in newest.items()}
+            {
+                name: state[f"{i}/{name}"].view(w.shape).to(w.device, copy=True)
+                for name, w in newest.items()
+            }
             for i in range(num_snapshots)
         ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from underpar.core.fields import Fields, reading
 from underpar.core.tensor_files import read_tensors, save_tensors
-from underpar.errors import RecipeError, RunError
+from underpar.errors import RecipeError
 from underpar.quant.calibration import Calibration
 from underpar.quant.fisher import Fisher
+from underpar.quant.logsteps import LARGEST_INDEX
 from underpar.quant.lowrank import Factor, LowRank
 from underpar.quant.schemes import QuantizedModel, QuantizedTensor, parse_scheme
+
+LARGEST_HALF = float(np.finfo(np.float16).max)
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,17 +58,25 @@ def read_measured(path: Path, device: torch.device) -> Measured:
     """What `save_measured` wrote, with its tensors on `device`."""
     tensors, about = read_tensors(path)
     tensors = {name: t.to(device) for name, t in tensors.items()}
-    try:
-        numbers: Any = about.pop("numbers")
-        hessians = {name: tensors[f"hessian/{site}"] for name, site in numbers["sites"].items()}
+    remedy = "run 'underpar calibrate' again"
+    with reading(path, remedy):
+        numbers = Fields(path, about, remedy).table("numbers")
+        del about["numbers"]
+        sites = numbers.table("sites")
+        hessians = {name: tensors[f"hessian/{sites.text(name)}"] for name in sites.values}
         calibration = Calibration(
-            hessians, numbers["num_inputs"], numbers["num_tokens"], numbers["largest"]
+            hessians,
+            _counts(numbers.table("num_inputs")),
+            numbers.count("num_tokens"),
+            numbers.numbers("largest"),
         )
         outputs = {name: tensors[f"outputs/{name}"] for name in hessians}
-        fisher = Fisher(outputs, tensors["lookup"], numbers["fisher_tokens"])
-    except (KeyError, TypeError, AttributeError) as error:
-        raise RunError(f"{path} is no calibration ({error!r}); run 'underpar calibrate'") from error
+        fisher = Fisher(outputs, tensors["lookup"], numbers.count("fisher_tokens"))
     return Measured(calibration, fisher, about)
+
+
+def _counts(table: Fields) -> dict[str, int]:
+    return {name: table.count(name) for name in table.values}
 
 
 def save_quantized(path: Path, model: QuantizedModel, about: dict[str, Any]) -> None:
@@ -87,9 +100,9 @@ def save_quantized(path: Path, model: QuantizedModel, about: dict[str, Any]) -> 
 def read_quantized(path: Path) -> tuple[QuantizedModel, dict[str, Any]]:
     """What `save_quantized` wrote."""
     tensors, about = read_tensors(path)
-    arrays = {key: t.numpy() for key, t in tensors.items()}
     model: QuantizedModel = {}
-    try:
+    with reading(path, "run 'underpar quantize' again", RecipeError):
+        arrays = {key: t.numpy() for key, t in tensors.items()}
         for name, row in json.loads(str(about.pop("table"))).items():
             correction = None
             if "groups" in row:
@@ -110,8 +123,34 @@ def read_quantized(path: Path) -> tuple[QuantizedModel, dict[str, Any]]:
                 arrays.get(f"{name}/columns"),
                 correction,
             )
-    except (KeyError, TypeError, ValueError, AttributeError, RecipeError) as error:
-        raise RunError(
-            f"{path} is no rounded model ({error!r}); run 'underpar quantize'"
-        ) from error
+            _require_fit(name, model[name])
     return model, about
+
+
+def _require_fit(name: str, tensor: QuantizedTensor) -> None:
+    """Raise a ValueError for arrays that a tensor of this shape and scheme does not have."""
+    scheme, shape, corrected = tensor.scheme, tensor.shape, tensor.correction
+    num_weights = math.prod(shape)
+    num_rows = scheme.num_halves(shape) or shape[0]
+    rows = (num_rows, num_weights // num_rows)
+    expected: list[tuple[np.ndarray | None, tuple[int, ...] | None, type]] = [
+        (tensor.steps, (num_rows,), np.int16 if scheme.states else np.float16),
+        (tensor.codes, None if scheme.is_half else rows, np.int16 if scheme.states else np.int8),
+        (tensor.columns, (shape[-1],) if scheme.columns else None, np.int16),
+    ]
+    if corrected is not None:
+        rank = len(corrected.right.codes)
+        sides = ((corrected.left, (shape[0], rank)), (corrected.right, (rank, shape[1])))
+        for factor, sizes in sides:
+            num_steps = -(-math.prod(sizes) // factor.group)
+            expected += [(factor.codes, sizes, np.int8), (factor.steps, (num_steps,), np.int16)]
+    for array, size, kind in expected:
+        actual = None if array is None else (array.shape, array.dtype)
+        if actual != (None if size is None else (size, np.dtype(kind))):
+            raise ValueError(f"{name:.80} of scheme {scheme} has an array {actual}, not {size}")
+        # Integers have two dimensions, steps one.
+        if array is None or array.ndim > 1:
+            continue
+        largest = LARGEST_HALF if kind is np.float16 else LARGEST_INDEX
+        if not (np.abs(array.astype(np.float64)) <= largest).all():
+            raise ValueError(f"{name:.80} has a step that is too large or not finite")

@@ -28,9 +28,10 @@ def match_rules(names: Sequence[str], rules: Sequence[str]) -> dict[str, Scheme]
     return schemes
 
 
-def check_rules(shapes: Mapping[str, tuple[int, ...]], rules: Sequence[str]) -> None:
-    """Refuse, before training, rules that packing could not follow."""
-    for name, scheme in match_rules(list(shapes), rules).items():
+def check_rules(shapes: Mapping[str, tuple[int, ...]], rules: Sequence[str]) -> dict[str, Scheme]:
+    """The scheme of each tensor; rules that packing could not follow are refused."""
+    schemes = match_rules(list(shapes), rules)
+    for name, scheme in schemes.items():
         shape = shapes[name]
         start = f"quant.rules: {scheme} for {name!r}"
         if scheme.calibrated and not (CALIBRATED.fullmatch(name) and len(shape) == 2):
@@ -44,6 +45,7 @@ def check_rules(shapes: Mapping[str, tuple[int, ...]], rules: Sequence[str]) -> 
                 f"{start}: rows of {row} weights are not whole runs of {scheme.group}; "
                 f"choose a divisor of {row}"
             )
+    return schemes
 
 
 # (weights, schemes) of the tensors that need a calibration -> these tensors, rounded.

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from underpar.audit.case import hash_files
 from underpar.audit.finding import PASS, VERDICTS
+from underpar.core.fields import Fields
 from underpar.core.run_folder import RunFolder
 from underpar.errors import RunError
+from underpar.recipe import read_toml
 from underpar.report.facts import (
     AuditResult,
     Comparison,
@@ -24,7 +25,6 @@ from underpar.report.facts import (
     Step,
     TensorSize,
 )
-from underpar.report.fields import Fields
 from underpar.score.ledger import Entry, Score
 
 # Longest evidence value shown, in characters.
@@ -66,26 +66,14 @@ def _sha256(path: Path) -> str:
 
 
 def _read(folder: RunFolder, path: Path) -> Fields | None:
-    if not path.exists():
-        return None
-    try:
-        values = folder.read_json(path)
-    except (OSError, RecursionError) as error:
-        raise RunError(f"{path} cannot be read ({error}); run its stage again") from error
-    if not isinstance(values, dict):
-        raise RunError(f"{path} does not hold a JSON object; run its stage again")
-    return Fields(path, values)
+    return folder.read_fields(path) if path.exists() else None
 
 
 def _recipe(path: Path) -> tuple[tuple[str, Pairs], ...]:
     # The file is shown as it is: resolving its base could read files outside the folder.
     if not path.exists():
         return ()
-    try:
-        tree = tomllib.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise RunError(f"{path} is not valid TOML ({error}); train again") from error
-    return tuple(_sections("", tree))
+    return tuple(_sections("", read_toml(str(path))))
 
 
 def _sections(prefix: str, table: dict[str, Any]) -> Iterator[tuple[str, Pairs]]:
@@ -119,14 +107,7 @@ def flatten(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]
 
 
 def _steps(folder: RunFolder) -> tuple[Step, ...]:
-    file = folder.metrics_file
-    try:
-        lines = list(folder.metrics())
-    except (OSError, ValueError) as error:
-        raise RunError(f"{file} holds a line that is not JSON ({error}); train again") from error
-    if not all(isinstance(line, dict) for line in lines):
-        raise RunError(f"{file} holds a line that is not a JSON object; train again")
-    return tuple(_step(Fields(file, line)) for line in lines)
+    return tuple(_step(Fields(folder.metrics_file, line)) for line in folder.metrics())
 
 
 def _step(line: Fields) -> Step:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from underpar.errors import RuleError
+from underpar.errors import DAMAGE, RuleError
 
 
 @dataclass(frozen=True)
@@ -79,24 +79,37 @@ class Score:
         }
 
 
+def _typed(value: Any, *kinds: type) -> Any:
+    if type(value) not in kinds:
+        raise TypeError(f"{value!r:.40} is not {kinds[0].__name__}")
+    return value
+
+
+def _entry(row: dict[str, Any]) -> Entry:
+    entry = Entry(**row)
+    for count in (entry.document, entry.num_bytes, entry.num_targets):
+        _typed(count, int)
+    return replace(entry, bits=float(_typed(entry.bits, int, float)))
+
+
 def score_from_dict(tree: dict[str, Any]) -> Score:
     """The score that `as_dict` wrote; its totals must agree with its ledger."""
     try:
-        entries = [Entry(**row) for row in tree["ledger"]]
+        entries = [_entry(row) for row in tree["ledger"]]
         events = [(str(kind), int(a), int(b)) for kind, a, b in tree["events"]]
         score = Score(
-            tree["method"],
+            _typed(tree["method"], str),
             entries,
-            tree["seconds"],
+            {phase: float(_typed(s, int, float)) for phase, s in tree["seconds"].items()},
             events,
             order=str(tree["order"]),
             stopped_at=int(tree["stopped_at"]),
-            side_bits=float(tree["side_bits"]),
+            side_bits=float(_typed(tree["side_bits"], int, float)),
             how=dict(tree["how"]),
         )
         claimed = (tree["bits"], tree["bytes"], tree["targets"], tree["documents"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise RuleError(f"not a score file ({error!r})") from error
+    except DAMAGE as error:
+        raise RuleError(f"not a score file ({error!r:.200})") from error
     if claimed != (score.bits, score.num_bytes, score.num_targets, len(entries)):
         raise RuleError("the score's totals differ from the sums of its ledger")
     return score

@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from underpar.core.dist import from_main
-from underpar.errors import RuleError
+from underpar.errors import RecipeError, RuleError
+from underpar.recipe import fields_from
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,8 +70,8 @@ ADAPT = Method(name="adapt")
 def method_from_dict(tree: dict[str, Any]) -> Method:
     """The method that `as_dict` wrote."""
     try:
-        return Method(**{**tree, "levers": tuple(tree.get("levers", ()))})
-    except TypeError as error:
+        return Method(**fields_from(Method, tree, "how"))
+    except RecipeError as error:
         raise RuleError(f"not a way to score ({error})") from error
 
 

@@ -19,6 +19,7 @@ from underpar.build.artifact import build_tokenizer, read_artifact, require_same
 from underpar.build.model import build_predictor
 from underpar.build.scoring import ScoringRequest, method_of, mixture_of, run_method
 from underpar.codec.stream import Codec
+from underpar.core.fields import Fields, reading
 from underpar.core.locks import lock_folder
 from underpar.core.progress import SILENT, Progress
 from underpar.core.run_folder import RunFolder, write_json
@@ -115,7 +116,7 @@ def _audit_run(
 def open_case(folder: RunFolder, runtime: Runtime, request: AuditRequest) -> Case:
     """Read everything that is judged."""
     artifact, sha256 = read_artifact(folder.need(folder.artifact_file))
-    data_path = request.data or Path(folder.read_json(folder.need(folder.about_file))["data"])
+    data_path = request.data or Path(folder.read_fields(folder.about_file).text("data"))
     # Documents in both splits are judged by a rule.
     data = load_data(data_path, refuse_shared=False)
     require_same_tokenizer(artifact, data.tokenizer)
@@ -194,13 +195,13 @@ def _clock_that_stops(score: Score) -> Callable[[], float]:
 
 def _spent_seconds(folder: RunFolder) -> dict[str, float]:
     """Seconds that each stage spent on training text."""
-    spent = {"train": float(folder.read_json(folder.validation_file)["seconds"])}
+    spent = {"train": folder.read_fields(folder.validation_file).number("seconds")}
     files = {"calibrate": folder.calibration_file, "tune": folder.quantized_file}
     keys = {"calibrate": "seconds", "tune": "tune_seconds"}
     for stage, path in files.items():
-        about = read_about(path) if path.exists() else {}
-        if keys[stage] in about:
-            spent[stage] = float(str(about[keys[stage]]))
+        about = Fields(path, read_about(path) if path.exists() else {})
+        if keys[stage] in about.values:
+            spent[stage] = about.number(keys[stage])
     return spent
 
 
@@ -208,12 +209,15 @@ def _read_scores(
     folder: RunFolder, artifact: Artifact, sha256: str
 ) -> tuple[dict[str, Score], dict[str, Mapping[str, Any]], dict[str, str]]:
     """Scores by label, the whole files by label, and files that cannot be judged, with why."""
-    scores, claims, refused = {}, {}, {}
+    scores: dict[str, Score] = {}
+    claims: dict[str, Mapping[str, Any]] = {}
+    refused: dict[str, str] = {}
     for path in folder.score_files():
         try:
             tree = folder.read_json(path)
-            score = score_from_dict(tree)
-            method_of(score, artifact.recipe)
+            with reading(path, "score again"):
+                score = score_from_dict(tree)
+                method_of(score, artifact.recipe)
         except UnderparError as error:
             refused[path.name] = str(error)
             continue

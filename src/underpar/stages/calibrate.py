@@ -14,10 +14,11 @@ import torch
 
 from underpar.build.model import build_model, weight_shapes
 from underpar.core.dist import ask_main, process_group
+from underpar.core.fields import Fields
 from underpar.core.locks import lock_on_main
 from underpar.core.run_folder import RunFolder
 from underpar.core.runtime import Runtime
-from underpar.core.tensor_files import read_tensors
+from underpar.core.tensor_files import read_tensors, require_shapes
 from underpar.data.folder import DataFolder, data_identity, load_data
 from underpar.errors import RecipeError, RunError
 from underpar.infer.predictor import Predictor
@@ -35,23 +36,27 @@ LANE_TOKENS = 2048
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """The weights of a run, by name, and the SHA-256 of their file."""
+    """The weights of a run, by name, the SHA-256 of their file, and the steps of the run."""
 
     recipe: Recipe
     weights: dict[str, np.ndarray]
     sha256: str
+    step: int
 
 
 def read_trained(folder: RunFolder) -> Trained:
     """The final weights of a run."""
     recipe = folder.read_recipe()
     path = folder.need(folder.weights_file)
-    tensors, about = read_tensors(path)
+    # A run is expensive: weights of versions that stored no checksum are used as they are.
+    tensors, about = read_tensors(path, may_lack_checksum=True)
     if about.get("recipe_hash") != recipe.hash:
         raise RunError(f"{path} was trained with another recipe; train again")
+    require_shapes(path, tensors, weight_shapes(recipe), "train again")
     weights = {name: t.float().numpy() for name, t in sorted(tensors.items())}
     with path.open("rb") as file:
-        return Trained(recipe, weights, hashlib.file_digest(file, "sha256").hexdigest())
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    return Trained(recipe, weights, sha256, Fields(path, about).count("step"))
 
 
 def load_model(recipe: Recipe, weights: Mapping[str, np.ndarray]) -> GPT:

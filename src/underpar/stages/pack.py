@@ -32,23 +32,25 @@ from underpar.artifact.pack import Artifact, unpack
 from underpar.artifact.pack import pack as pack_bytes
 from underpar.artifact.size_before_training import forecast
 from underpar.build.artifact import read_artifact
-from underpar.build.levers import plug_levers
+from underpar.build.levers import plug_levers, transform_of
 from underpar.build.model import weight_shapes
 from underpar.core.dist import ALONE
+from underpar.core.fields import Fields
 from underpar.core.locks import lock_folder
 from underpar.core.progress import SILENT, Progress
 from underpar.core.run_folder import RunFolder, write_atomic, write_json
 from underpar.core.runtime import Runtime
-from underpar.core.tensor_files import read_about, save_tensors
+from underpar.core.tensor_files import read_about, require_shapes, save_tensors
 from underpar.data.folder import DataFolder, load_data
-from underpar.data.tokens.tokenizer import read_model
-from underpar.errors import ArtifactError, RecipeError, RunError
+from underpar.data.tokens.tokenizer import open_tokenizer, read_model
+from underpar.errors import ArtifactError, DataError, RecipeError, RunError
 from underpar.quant import tune
 from underpar.quant.calibration import TrainingText
 from underpar.quant.files import Measured, read_measured, read_quantized, save_quantized
 from underpar.quant.job import QuantJob, open_job
 from underpar.quant.logit_fit import LogitFit, LogitLever, Numbers, UnreadText, fit_logits
-from underpar.quant.schemes import QuantizedModel, dequantize
+from underpar.quant.rules import CALIBRATED
+from underpar.quant.schemes import QuantizedModel, Scheme, dequantize
 from underpar.recipe import Recipe, Tree, from_tree, merge, to_tree
 from underpar.schema import QuantPart
 from underpar.stages.calibrate import (
@@ -95,6 +97,12 @@ class PackJob:
         return len(bundle(self.recipe))
 
     @property
+    def layout(self) -> dict[str, tuple[tuple[int, ...], Scheme]]:
+        """Shape and scheme of every tensor of the rounded model."""
+        weights, schemes = self.quant.weights, self.quant.schemes
+        return {name: (weights[name].shape, schemes[name]) for name in weights}
+
+    @property
     def room_bytes(self) -> int:
         """The cap without the bytes that fitted levers may take."""
         return self.cap_bytes - FITTED_BYTES * len(self.fitted_levers)
@@ -137,21 +145,48 @@ def open_pack_job(
     largest_cap = recipe.limits.cap_bytes
     if cap_bytes is not None and not 0 < cap_bytes <= largest_cap:
         raise RecipeError(f"cap {cap_bytes}: expected 1 to the recipe's {largest_cap}")
-    tokenizer = folder.need(folder.tokenizer_file).read_bytes()
+    tokenizer = read_tokenizer(folder, recipe)
     measured = None
     if needs_calibration(recipe):
-        measured = _read_calibration(folder, trained.sha256, runtime)
+        measured = _read_calibration(folder, trained, runtime)
     quant = open_job(trained.weights, recipe.quant, measured, runtime.device)
     return PackJob(replace(trained, recipe=recipe), quant, tokenizer, cap_bytes or largest_cap)
 
 
-def _read_calibration(folder: RunFolder, weights_sha256: str, runtime: Runtime) -> Measured:
-    measured = read_measured(folder.need(folder.calibration_file), runtime.device)
-    if measured.about.get("weights_sha256") != weights_sha256:
-        raise RunError(
-            f"{folder.calibration_file} belongs to other weights; run 'underpar calibrate "
-            f"{folder.path}' again"
-        )
+def read_tokenizer(folder: RunFolder, recipe: Recipe) -> bytes:
+    """The run's tokenizer; a damaged one, or another than that of training, is refused."""
+    path = folder.need(folder.tokenizer_file)
+    remedy = f"copy {path.name} from the run's data folder"
+    content = read_model(path)
+    try:
+        tokenizer = open_tokenizer(content, transform_of(recipe))
+    except DataError as error:
+        raise RunError(f"{path}: {error}; {remedy}") from error
+    about = folder.read_fields(folder.about_file)
+    # Runs of earlier versions do not say it.
+    named = about.values.get("tokenizer_identity", tokenizer.identity)
+    if tokenizer.identity != named or tokenizer.vocab_size != recipe.model.vocab_size:
+        raise RunError(f"{path} is not the tokenizer that the run was trained with; {remedy}")
+    return content
+
+
+def _read_calibration(folder: RunFolder, trained: Trained, runtime: Runtime) -> Measured:
+    path, remedy = folder.calibration_file, f"run 'underpar calibrate {folder.path}' again"
+    measured = read_measured(folder.need(path), runtime.device)
+    if measured.about.get("weights_sha256") != trained.sha256:
+        raise RunError(f"{path} belongs to other weights; {remedy}")
+    weights = trained.weights
+    sizes = {n: w.shape for n, w in weights.items() if CALIBRATED.fullmatch(n) and w.ndim == 2}
+    calibration, fisher = measured.calibration, measured.fisher
+    hessians = {name: (num_columns, num_columns) for name, (_, num_columns) in sizes.items()}
+    require_shapes(path, calibration.hessians, hessians, remedy)
+    outputs = {name: (num_rows,) for name, (num_rows, _) in sizes.items()}
+    require_shapes(path, fisher.outputs, outputs, remedy)
+    lookup = {"lookup": (trained.recipe.model.vocab_size,)}
+    require_shapes(path, {"lookup": fisher.lookup}, lookup, remedy)
+    counts = [calibration.num_tokens, fisher.num_tokens, *calibration.num_inputs.values()]
+    if calibration.num_inputs.keys() != sizes.keys() or min(counts) < 1:
+        raise RunError(f"{path} does not count the inputs of each matrix; {remedy}")
     return measured
 
 
@@ -166,10 +201,10 @@ def quantize_run(
     tensors, about = fit_constant(job, on_round)
     if job.recipe.quant.tune_steps or job.fitted_levers:
         began = time.perf_counter()
-        data = load_data(Path(folder.read_json(folder.about_file)["data"]))
+        data = load_data(Path(folder.read_fields(folder.about_file).text("data")))
         require_own_data(folder, data, runtime)
         tensors = tune_controls(job, tensors, data, runtime)
-        num_steps = int(str(read_about(folder.weights_file)["step"]))
+        num_steps = job.trained.step
         fits = fit_levers(job, tensors, data, num_steps, runtime)
         about["levers"] = {name: asdict(fit.numbers) for name, fit in fits.items()}
         about["fit_nats"] = {name: fit.nats for name, fit in fits.items()}
@@ -268,7 +303,13 @@ def _pack_run(
     if any(about.get(key) != value for key, value in job.identity().items()):
         quantize_run(job, folder, runtime, on_round)
     tensors, quantized = read_quantized(folder.quantized_file)
-    artifact = job.artifact(tensors, quantized.get("levers"))
+    if {n: (t.shape, t.scheme) for n, t in tensors.items()} != job.layout:
+        raise RunError(
+            f"{folder.quantized_file} holds tensors of another model; run 'underpar quantize "
+            f"{folder.path}' again"
+        )
+    fits = Fields(folder.quantized_file, {"levers": {}} | quantized).table("levers").values
+    artifact = job.artifact(tensors, fits)
     data = pack_bytes(artifact, tokenizer_inside)
     if not unpack(data, job.tokenizer).equals(artifact):
         raise ArtifactError("the packed file does not unpack to what was packed; nothing written")

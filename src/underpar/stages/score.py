@@ -11,6 +11,7 @@ from typing import Any
 from underpar.build.artifact import read_artifact, require_same_tokenizer
 from underpar.build.scoring import ScoringRequest, how_of, open_method, run_method
 from underpar.core.dist import process_group
+from underpar.core.fields import reading
 from underpar.core.locks import lock_folder, lock_on_main
 from underpar.core.progress import SILENT, Progress
 from underpar.core.run_folder import RunFolder, write_json
@@ -119,9 +120,13 @@ def _score_artifact(
 
 def _scores_of(folder: RunFolder, artifact_sha256: str) -> list[Score]:
     """The score files beside an artifact."""
-    trees = [folder.read_json(path) for path in folder.score_files()]
-    ours = [tree for tree in trees if tree.get("artifact_sha256") == artifact_sha256]
-    return [score_from_dict(tree) for tree in ours]
+    scores = []
+    for path in folder.score_files():
+        tree = folder.read_json(path)
+        if tree.get("artifact_sha256") == artifact_sha256:
+            with reading(path, "score again"):
+                scores.append(score_from_dict(tree))
+    return scores
 
 
 def forget_partial(artifact_path: Path, method: Method) -> None:

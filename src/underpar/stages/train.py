@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from underpar.artifact.fit import guess_other_bytes
+from underpar.artifact.format import squeeze
 from underpar.artifact.size_while_training import SizeForecast
+from underpar.artifact.table import MAX_WEIGHTS
 from underpar.build.levers import plug_levers, resolve_levers, transform_of
 from underpar.build.model import build_model, weight_shapes
 from underpar.core.dist import ask_main, process_group
 from underpar.core.locks import lock_on_main
 from underpar.core.progress import SILENT, Progress
 from underpar.core.run_folder import RunFolder, write_atomic, write_json
-from underpar.core.runtime import Runtime, seed_everything
+from underpar.core.runtime import Runtime, free_memory_bytes, seed_everything
 from underpar.core.versions import device_name, versions
 from underpar.data.folder import DataFolder, data_identity, load_data
 from underpar.data.loader import Loader
@@ -24,6 +28,7 @@ from underpar.data.shards import Shard
 from underpar.data.tokens.tokenizer import Tokenizer
 from underpar.errors import RecipeError, RunError
 from underpar.kernels.attention import backend_of
+from underpar.quant.rules import check_rules
 from underpar.recipe import Recipe, TrainPart
 from underpar.score.windows import chunk_documents
 from underpar.stages.calibrate import calibrate_run, needs_calibration
@@ -35,6 +40,9 @@ from underpar.train.loss_forecast import Forecast
 from underpar.train.schedule import progress as progress_of
 from underpar.train.step import step_of
 from underpar.train.validate import Validator
+
+# Outputs of a block's matrices that training keeps for the way back.
+KEPT = ("attn.q", "attn.k", "attn.v", "mlp.up")
 
 
 def train(
@@ -68,7 +76,7 @@ def _train(
     reference: Reference | None,
 ) -> dict[str, Any]:
     resumed = folder.checkpoint_file.exists()
-    earlier = list(folder.metrics()) if resumed else []
+    earlier = list(folder.metrics("progress", "loss", "tokens", "seconds")) if resumed else []
     if reference:
         for line in earlier:
             reference.add(line["progress"], line["loss"])
@@ -91,8 +99,14 @@ def _train(
             task.update(spent_share(recipe.train, line), remark.add(line))
             return stopped is not None
 
+        def prepare() -> None:
+            shapes = weight_shapes(recipe)
+            require_packable(recipe, shapes, data.tokenizer.content)
+            require_memory(recipe, shapes, free_memory_bytes(runtime.device))
+            begin_run(folder, recipe, data_path, data, runtime)
+
         # Only the main rank prepares the folder; its refusal ends the other ranks too.
-        ask_main(lambda: begin_run(folder, recipe, data_path, data, runtime), runtime)
+        ask_main(prepare, runtime)
         finished = make_trainer(recipe, data, folder, runtime).run(on_step)
         if finished and needs_calibration(recipe):
             task.update(1, "calibrating")
@@ -158,6 +172,7 @@ def begin_run(
             **wanted,
             "data": str(data_path),
             "train_tokens": data.train.num_tokens,
+            "tokenizer_identity": data.tokenizer.identity,
             "num_weights": sum(torch.Size(s).numel() for s in weight_shapes(recipe).values()),
             "device": device_name(runtime.device),
             "ranks": runtime.world,
@@ -165,6 +180,48 @@ def begin_run(
             "versions": versions(),
         },
     )
+
+
+def require_packable(
+    recipe: Recipe, shapes: Mapping[str, tuple[int, ...]], tokenizer: bytes
+) -> None:
+    """Refuse, before the first step, a model that no training could make fit its cap.
+
+    Sizes are the least that any weights could have, without code: grids take no bytes, fp16 numbers
+    half of theirs, other integers half of the bits of Gaussian weights.
+    """
+    schemes = check_rules(shapes, recipe.quant.rules)
+    num_weights = sum(math.prod(shape) for shape in shapes.values())
+    if num_weights > MAX_WEIGHTS:
+        raise RecipeError(f"the model has {num_weights} weights: a file holds {MAX_WEIGHTS}")
+    least = guess_other_bytes(schemes, shapes, 0, b"") / 2 + len(squeeze(tokenizer))
+    cap_bytes = recipe.limits.cap_bytes
+    if least > cap_bytes:
+        raise RecipeError(
+            f"{num_weights} weights take at least {least:.0f} bytes by quant.rules, the cap is "
+            f"{cap_bytes}; use fewer bits, a smaller model or a larger limits.cap_bytes"
+        )
+
+
+def require_memory(
+    recipe: Recipe, shapes: Mapping[str, tuple[int, ...]], free_bytes: float
+) -> None:
+    """Refuse, before the first step, micro-batches that cannot be held in memory.
+
+    What every block keeps for the way back is at least its two inputs, queries, keys, values and
+    the hidden layer, in half precision. Each weight has a gradient and a momentum, in fp32.
+    """
+    part, spec = recipe.train, recipe.model
+    num_tokens = max(part.micro_sizes or (part.micro_batch_tokens,))
+    width = sum(shapes[f"blocks.0.{name}.weight"][0] for name in KEPT) + 2 * spec.dim
+    weights_bytes = 12 * sum(math.prod(shape) for shape in shapes.values())
+    least = weights_bytes + 2 * num_tokens * spec.num_layers * width
+    if least > free_bytes:
+        raise RecipeError(
+            f"train.micro_batch_tokens = {num_tokens}: a step needs at least {least / 1e9:.1f} GB, "
+            f"{free_bytes / 1e9:.1f} GB are free; use smaller micro-batches, and more of them "
+            "(train.num_micro_batches)"
+        )
 
 
 def _check_tokenizer(recipe: Recipe, tokenizer: Tokenizer, data_path: Path) -> None:
@@ -183,9 +240,12 @@ def _check_tokenizer(recipe: Recipe, tokenizer: Tokenizer, data_path: Path) -> N
 
 def validation_of(folder: RunFolder) -> dict[str, float]:
     """What a finished run measured before quantization: bits per byte and the forecast size."""
-    validation = folder.read_json(folder.validation_file)
+    validation = folder.read_fields(folder.validation_file)
     keys = ("live_bpb", "average_bpb", "forecast_bytes")
-    return {key: validation[key] for key in keys if validation.get(key) is not None}
+    measured = [key for key in keys if validation.values.get(key) is not None]
+    for key in measured:
+        validation.number(key)
+    return {key: validation.values[key] for key in measured}
 
 
 class ProgressLine:
@@ -236,8 +296,8 @@ def open_reference(run: RunFolder, data: Path, margin: float) -> Reference:
 
 def data_of(run: RunFolder) -> Path:
     """The data folder that a run was trained on."""
-    data = run.read_json(run.about_file).get("data")
-    if data is None or not Path(data).is_dir():
+    data = run.read_fields(run.about_file).text("data")
+    if not Path(data).is_dir():
         raise RunError(
             f"{run.path}: its data folder {data} is not here; continue with 'underpar train "
             f"{run.recipe_file} --data FOLDER --out {run.path}'"

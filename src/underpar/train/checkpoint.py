@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from underpar.core.fields import Fields, reading
 from underpar.core.tensor_files import read_tensors, save_tensors
 from underpar.errors import RunError
 
@@ -41,12 +42,16 @@ def read_checkpoint(
     path: Path, expected: Position
 ) -> tuple[Position, dict[str, dict[str, Tensor]]]:
     """Position and parts; restores the random state. Refuses another recipe's or data's run."""
-    tensors, about = read_tensors(path)
-    try:
-        position = Position(**about)  # type: ignore[arg-type]
+    # A run is expensive: a checkpoint of a version that stored no checksum is used as it is.
+    tensors, about = read_tensors(path, may_lack_checksum=True)
+    with reading(path, "it is not a checkpoint of this version"):
+        fields = Fields(path, about)
+        for key in ("step", "context"):
+            fields.count(key)
+        for key in ("seconds", "flops", "changed_at"):
+            fields.finite(key)
+        position = Position(**about)
         torch.set_rng_state(tensors.pop("rng"))
-    except (TypeError, KeyError, RuntimeError) as error:
-        raise RunError(f"{path} is not a checkpoint of this version ({error})") from error
     for key in ("recipe_hash", "data_identity"):
         found, wanted = getattr(position, key), getattr(expected, key)
         if found != wanted:

@@ -12,6 +12,7 @@ from statistics import fmean, median
 import torch
 from torch import Tensor
 
+from underpar.core.fields import reading
 from underpar.core.run_folder import RunFolder
 from underpar.core.tensor_files import read_tensors, save_tensors
 from underpar.data.batch import Batch, Segments
@@ -107,11 +108,9 @@ def save_batches(path: Path, batches: Batches, about: Mapping[str, object]) -> N
 def read_batches(path: Path) -> tuple[dict[tuple[int, int], Batch], dict[str, object]]:
     """What `save_batches` wrote: (step, micro-batch) -> batch, and the description."""
     tensors, about = read_tensors(path)
-    try:
+    with reading(path, "it holds no batches of this version"):
         places = {tuple(map(int, name.split("/")[:2])) for name in tensors}
         batches = {(step, micro): _batch(tensors, step, micro) for step, micro in sorted(places)}
-    except (KeyError, ValueError, RuntimeError) as error:
-        raise RunError(f"{path} holds no batches of this version ({error})") from error
     return batches, about
 
 
@@ -196,11 +195,10 @@ def read_reference(folder: RunFolder, margin: float = 0.1) -> Reference:
     """The losses that another run logged."""
     if not 0 <= margin < math.inf:
         raise RunError(f"margin {margin}: expected nats, 0 or more")
-    file = folder.metrics_file
-    try:
-        points = [(float(line["progress"]), float(line["loss"])) for line in folder.metrics()]
-    except (ValueError, KeyError, TypeError) as error:
-        raise RunError(f"{file} holds a line without progress or loss ({error})") from error
+    lines = folder.metrics("progress", "loss")
+    points = [(float(line["progress"]), float(line["loss"])) for line in lines]
     if not points:
-        raise RunError(f"{file} holds no losses to compare with; name a run that was trained")
+        raise RunError(
+            f"{folder.metrics_file} holds no losses to compare with; name a run that was trained"
+        )
     return Reference(points, margin)

@@ -19,6 +19,7 @@ import torch
 
 from underpar.compile.regions import TracedRun
 from underpar.core.dist import ask_main, from_main, may_fail, require_on_main, require_same
+from underpar.core.fields import reading
 from underpar.core.run_folder import RunFolder, write_atomic, write_json, writing
 from underpar.core.runtime import Clock, Runtime, process_age_seconds
 from underpar.core.tensor_files import save_tensors
@@ -290,13 +291,15 @@ class Trainer:
         self.position, parts = checkpoint
         # Reading restored the random state where the file was read.
         torch.set_rng_state(ask_main(torch.get_rng_state, self.runtime))
-        self.model.load_state_dict(parts["model"])
-        self.optimizer.load(parts["optimizer"])
-        for i, averager in enumerate(self.averagers):
-            averager.load(parts[f"average{i}"])
+        with reading(file, "train again in another folder"):
+            self.model.load_state_dict(parts["model"])
+            self.optimizer.load(parts["optimizer"])
+            for i, averager in enumerate(self.averagers):
+                averager.load(parts[f"average{i}"])
         if self.runtime.is_main:
             # Steps after the checkpoint are taken again; their old lines go.
-            kept = [m for m in self.folder.metrics() if m["step"] <= self.position.step]
+            lines = self.folder.metrics("progress", "loss", "seconds")
+            kept = [line for line in lines if line["step"] <= self.position.step]
             for line in kept:
                 self.guard.check(line["step"], line["loss"])
                 self.forecast.see(line)

@@ -65,12 +65,17 @@ class Optimizer:
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore a state; what this optimizer did before is forgotten."""
         for name, buffer in self.muon.momenta.items():
-            buffer.copy_(tensors[f"muon.{name}"])
-        keys = ("step", "exp_avg", "exp_avg_sq")
+            # Viewing too few values is an error; copying them would repeat them.
+            buffer.copy_(tensors[f"muon.{name}"].view(buffer.shape))
+        parameters = [p for group in self.adam.param_groups for p in group["params"]]
+        shapes = [{"step": (), "exp_avg": p.shape, "exp_avg_sq": p.shape} for p in parameters]
         # A parameter that never had a gradient has no moments. AdamW keeps the tensors it is given,
         # so it gets copies.
         moments = {
-            index: {key: tensors[f"adam.{name}.{key}"].clone() for key in keys}
+            index: {
+                key: tensors[f"adam.{name}.{key}"].view(shape).clone()
+                for key, shape in shapes[index].items()
+            }
             for index, name in enumerate(self._adam_names)
             if f"adam.{name}.step" in tensors
         }

@@ -1,0 +1,66 @@
+"""What `train` refuses before its first step: models that cannot be packed, batches too large."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tiny import TinyRun
+from underpar.build.levers import resolve_levers
+from underpar.build.model import weight_shapes
+from underpar.core.run_folder import RunFolder
+from underpar.core.runtime import Runtime, free_memory_bytes
+from underpar.errors import RecipeError
+from underpar.recipe import Recipe, list_recipes, load_recipe
+from underpar.stages.train import require_memory, require_packable, train
+
+
+@pytest.mark.parametrize("name", list_recipes())
+def test_every_shipped_recipe_may_be_trained(name: str) -> None:
+    recipe = resolve_levers(load_recipe(name))
+    require_packable(recipe, weight_shapes(recipe), bytes(1 << 18))
+    # The records were trained with 80 GB per GPU.
+    require_memory(recipe, weight_shapes(recipe), 80e9)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("model.dim=4096", "weights: a file holds"),
+        ("limits.cap_bytes=20000", "take at least .* the cap is 20000; use fewer bits"),
+        ("quant.rules=['blocks.* int6:12']", "no pattern fits"),
+        ("quant.rules=['* grid8']", "grid8 for"),
+    ],
+)
+def test_a_model_that_cannot_be_packed_is_refused(change: str, words: str) -> None:
+    recipe = resolve_levers(load_recipe("baseline", [change]))
+    with pytest.raises(RecipeError, match=words):
+        require_packable(recipe, weight_shapes(recipe), b"")
+
+
+def test_grids_fit_any_cap(tiny_recipe: Recipe) -> None:
+    grids = "quant.rules=['blocks.*.attn.?.weight grid8', 'blocks.*.mlp.*.weight grid8', '* int2']"
+    recipe = resolve_levers(load_recipe("baseline", [grids, "limits.cap_bytes=1000000"]))
+    require_packable(recipe, weight_shapes(recipe), b"")
+
+
+def test_the_least_memory_grows_with_the_micro_batch(tiny_recipe: Recipe) -> None:
+    shapes = weight_shapes(tiny_recipe)
+    require_memory(tiny_recipe, shapes, 1e9)
+    huge = replace(tiny_recipe, train=replace(tiny_recipe.train, micro_batch_tokens=1 << 30))
+    with pytest.raises(
+        RecipeError, match=r"train\.micro_batch_tokens = 1073741824: .* GB are free"
+    ):
+        require_memory(huge, shapes, 1e9)
+
+
+def test_nothing_is_written_before_the_refusal(
+    tiny_run: TinyRun, runtime: Runtime, tmp_path: Path
+) -> None:
+    assert free_memory_bytes(runtime.device) > 1e6
+    huge = replace(tiny_run.recipe, train=replace(tiny_run.recipe.train, micro_batch_tokens=10**12))
+    small = replace(tiny_run.recipe, limits=replace(tiny_run.recipe.limits, cap_bytes=5000))
+    for recipe in (huge, small):
+        with pytest.raises(RecipeError, match=r"GB are free|the cap is 5000"):
+            train(recipe, tiny_run.data, RunFolder(tmp_path / "run"), runtime)
+        assert not (tmp_path / "run").exists()
