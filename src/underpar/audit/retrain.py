@@ -21,8 +21,16 @@ from underpar.audit.case import Case
 from underpar.audit.finding import Finding, judge, not_shown
 from underpar.core.tensor_files import read_tensors
 from underpar.data.folder import data_identity, data_sha256, hash_file
+from underpar.errors import RuleError
 from underpar.train.checkpoint import Parts, Position, read_checkpoint
-from underpar.train.evidence import Account, environment, hash_parts, hash_tensors, read_account
+from underpar.train.evidence import (
+    Account,
+    environment,
+    hash_parts,
+    hash_tensors,
+    read_account,
+    read_chain,
+)
 from underpar.train.loop import Trainer
 
 # Tolerances on another machine, and on every GPU, where sums are added in another order. Nats per
@@ -63,7 +71,10 @@ def training(case: Case) -> Finding:
     file = case.folder.evidence_file
     if not file.is_file():
         return not_shown("training", f"no {file.name}: the run left no evidence of its training")
-    account = read_account(file)
+    entries = read_chain(file)
+    if entries and entries[0].get("kind") == "resume":
+        return not_shown("training", "the run was begun without evidence, by an older version")
+    account = read_account(entries)
     if wrong := _other_origin(case, account) + _other_files(case, account):
         return judge("training", False, "; ".join(wrong), wrong=wrong)
     steps, num_taken = account.kept_steps, len(account.seconds)
@@ -123,6 +134,10 @@ def _other_files(case: Case, account: Account) -> list[str]:
         clock = {step: account.seconds[step - 1] for step in account.metrics}
         if {line["step"]: line["seconds"] for line in case.folder.metrics()} != clock:
             wrong.append("metrics.jsonl has another clock than the chain")
+    end = {"step": len(account.seconds), "seconds": account.seconds[-1]}
+    validation = case.folder.read_json(case.folder.validation_file)
+    if any(validation.get(key) != value for key, value in end.items()):
+        wrong.append("validation.json has another end than the chain")
     if hash_file(case.folder.weights_file) != account.weights_sha256:
         wrong.append("weights.safetensors is not the file of the chain")
     return wrong
@@ -188,9 +203,10 @@ class Repeat:
         file = folder.need(folder.checkpoint_file) if is_last else folder.kept_file(step)
         run = Position(folder.read_recipe().hash, data_identity(self.case.data))
         position, parts = read_checkpoint(file, run)
-        self._expect(f"{file.name} of step {step}", hash_parts(parts), self._hashes(step))
-        if asdict(position) != self.account.checkpoints[step]["position"]:
-            self.wrong.append(f"{file.name} of step {step} has another position than the chain")
+        entry = self.account.checkpoints[step]
+        if hash_parts(parts) != entry["parts"] or asdict(position) != entry["position"]:
+            raise RuleError(f"{file.name} of step {step} is not the checkpoint of the chain")
+        self.num_hashes += 1
         return position, parts
 
     def _hashes(self, step: int) -> Any:

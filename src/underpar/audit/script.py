@@ -30,13 +30,14 @@ from underpar.score.ledger import Score, score_from_dict
 
 # Random documents that the script scores, besides the last one of the text.
 NUM_DOCUMENTS = 3
-# Runs a script as a program. Then says where its modules of this package came from.
+# Runs a script as a program. Then says where it looked first for modules, and where the modules of
+# this package came from.
 RUNNER = """
 import json, runpy, sys
 sys.argv.pop(0)
 runpy.run_path(sys.argv[0], run_name="__main__")
 files = [m.__file__ for n, m in sys.modules.items() if n.partition(".")[0] == "underpar"]
-print(json.dumps(files))
+print(json.dumps([sys.path[0], *files]))
 """
 
 
@@ -56,9 +57,10 @@ def script(case: Case) -> Finding:
         folder = Path(name)
         _write_data(case, chosen, folder / "data")
         (folder / "empty").mkdir()
-        score, modules = _run(case, folder / "data", folder / "empty")
-    installed = Path(underpar.__file__).parent
-    inside = [file for file in modules if not Path(file).is_relative_to(installed)]
+        score, (unpacked, *modules) = _run(case, folder / "data", folder / "empty")
+    # The script unpacks itself into a temporary folder, which is gone when it ends.
+    is_temporary = not Path(unpacked).exists()
+    inside = [file for file in modules if is_temporary and Path(file).is_relative_to(unpacked)]
     claimed = case.scores["plain"].entries
     num_other = num_other_documents(score.entries, [claimed[index] for index in chosen])
     return judge(
@@ -84,7 +86,7 @@ def _other_script(case: Case) -> Finding:
 
 
 def _run(case: Case, data: Path, folder: Path) -> tuple[Score, list[str]]:
-    """Run the script inside `folder`: its score, and the files of the package that it imported."""
+    """Run the script inside `folder`: its score, and what `RUNNER` says."""
     files = (case.folder.script_file, case.folder.artifact_file, data)
     words = [str(file.resolve()) for file in files]
     # -I: no variables of Python, no user's packages, no modules of the working folder.
@@ -93,8 +95,8 @@ def _run(case: Case, data: Path, folder: Path) -> tuple[Score, list[str]]:
     if done.returncode:
         last_line = (done.stderr.splitlines() or [""])[-1]
         raise RuleError(f"the script ended with code {done.returncode}: {last_line:.200}")
-    printed, files_line = done.stdout.splitlines()
-    return score_from_dict(json.loads(printed)), json.loads(files_line)
+    score, modules = map(json.loads, done.stdout.splitlines())
+    return score_from_dict(score), modules
 
 
 def _write_data(case: Case, chosen: list[int], out: Path) -> None:

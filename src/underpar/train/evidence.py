@@ -24,12 +24,12 @@ A run that was killed loses the entries after its checkpoint, as it loses their 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +117,9 @@ def read_chain(path: Path) -> list[Entry]:
                 entry = json.loads(line)
                 before = next_hash(before, {k: v for k, v in entry.items() if k != "hash"})
                 if entry["hash"] != before:
-                    raise RunError(f"{path}: entry {len(entries) + 1} does not follow the others")
+                    raise RunError(
+                        f"{path}: entry {len(entries) + 1} does not follow from the others"
+                    )
                 entries.append(entry)
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError, OSError) as error:
         raise RunError(f"{path} is no evidence of training ({error!r:.80}); remove it") from error
@@ -150,36 +152,30 @@ class Account:
         return self.environments[max(s for s in self.environments if s <= step)]
 
 
-def read_account(path: Path) -> Account:
-    """The account of a finished run; a chain that is not whole is an error."""
-    entries = read_chain(path)
-    kinds = [entry["kind"] for entry in entries]
+def read_account(entries: Sequence[Entry]) -> Account:
+    """The account of a finished run; a chain that does not tell all of it is an error."""
     try:
-        if (
-            kinds[0] != "start"
-            or kinds[-1] != "end"
-            or kinds.count("end") + kinds.count("start") != 2
-        ):
-            raise RunError(f"{path} does not tell of a run from its start to its end")
+        kinds = [entry["kind"] for entry in entries]
+        if kinds[0] != "start" or kinds[-1] != "end" or {"start", "end"} & set(kinds[1:-1]):
+            raise RunError("the chain does not tell of a run from its start to its end")
         account = Account(entries[0], [], {}, {}, {}, str(entries[-1]["weights_sha256"]))
         for entry in entries[:-1]:
             account.seconds.extend(map(float, entry.get("seconds", ())))
-            step = len(account.seconds)
+            step, clock = len(account.seconds), account.seconds[-1] if account.seconds else 0.0
+            place = entry.get("position", {"step": entry.get("step", step), "seconds": clock})
+            if (place["step"], place["seconds"]) != (step, clock):
+                raise RunError(f"the chain: an entry at step {step} says another step or clock")
             if entry["kind"] == "checkpoint":
                 account.checkpoints[step] = entry
             if entry["kind"] == "metrics":
                 account.metrics[step] = entry
             if "environment" in entry:
                 account.environments[step] = entry["environment"]
-            clock = account.seconds[-1] if step else 0.0
-            states = entry.get("position", {"step": entry.get("step", step), "seconds": clock})
-            if (states["step"], states["seconds"]) != (step, clock):
-                raise RunError(f"{path}: an entry at step {step} says another step or clock")
-        rising = all(a < b for a, b in itertools.pairwise([0.0, *account.seconds]))
-        if not rising or step not in account.checkpoints:
-            raise RunError(f"{path}: its clock runs backwards, or its last step has no checkpoint")
-    except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise RunError(f"{path} is no account of a run ({error!r:.80})") from error
+        rises = all(a < b for a, b in pairwise([0.0, *account.seconds]))
+        if not rises or step not in account.checkpoints:
+            raise RunError("the chain: its clock runs backwards, or its end has no checkpoint")
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise RunError(f"the chain is no account of a run ({error!r:.80})") from error
     return account
 
 
