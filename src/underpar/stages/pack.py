@@ -239,7 +239,8 @@ def pack_again(
     quant = open_job(trained.weights, part, measured, runtime.device)
     tokenizer = folder.need(folder.tokenizer_file).read_bytes()
     job = PackJob(trained, quant, tokenizer, int(str(about["cap_bytes"])))
-    tensors, fits = job.quant.round(float(str(about["constant"]))), {}
+    tensors = job.quant.round(float(str(about["constant"])))
+    fits: dict[str, LogitFit] = {}
     if job.reads_text:
         tensors, fits = tune_and_fit(job, tensors, data, runtime)
     numbers = {name: asdict(fit.numbers) for name, fit in fits.items()}
