@@ -1,6 +1,7 @@
 """The hash chain: every link holds, checkpoints are thinned evenly, a kill loses only the end."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -134,7 +135,7 @@ def test_thinning_keeps_the_newest_and_spreads_the_rest(gaps: list[int], most: i
 def test_even_checkpoints_stay_even() -> None:
     for num_steps in range(1, 300):
         kept = [0, *thin(range(10, 10 * num_steps + 1, 10), 8)]
-        widest = max(b - a for a, b in zip(kept, kept[1:], strict=False))
+        widest = max(b - a for a, b in pairwise(kept))
         assert widest <= 10 * max(1, num_steps / 4)
 
 
