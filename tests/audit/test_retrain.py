@@ -105,6 +105,7 @@ def test_elsewhere_an_honest_run_passes_within_the_tolerance(case: Case, copied:
     forge(copied, made_elsewhere)
     finding = judged(case, copied)
     assert finding.verdict == PASS and not finding.evidence["exact"]
+    assert finding.evidence["way_difference"] < 1e-6
 
 
 def test_without_evidence_training_and_time_are_not_shown(case: Case, copied: RunFolder) -> None:

@@ -25,6 +25,7 @@ from underpar.model.gpt import GPT
 from underpar.model.network import Eager
 from underpar.recipe import Recipe, load_recipe, to_toml
 from underpar.stages.train import make_trainer, train
+from underpar.train.evidence import read_account, read_chain
 from underpar.train.feed import Feed
 from underpar.train.guard import read_batches
 from underpar.train.loop import Trainer
@@ -86,6 +87,11 @@ def test_a_killed_run_resumes_with_the_same_losses(
     assert losses(folder) == losses(whole)
     ours, theirs = (read_tensors(f.weights_file)[0] for f in (folder, whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    # The evidence tells of one run, in two starts.
+    account = read_account(read_chain(folder.evidence_file))
+    assert len(account.seconds) == STEPS and len(account.environments) == 2
+    kept = {folder.kept_file(step) for step in account.kept_steps[1:]}
+    assert kept == set(folder.kept_files()) != set()
 
 
 def test_two_ranks_train_like_one(whole: RunFolder, tiny_data: Path, tmp_path: Path) -> None:

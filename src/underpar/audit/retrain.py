@@ -38,8 +38,8 @@ from underpar.train.loop import Trainer
 LOSS_NATS = {torch.float32: 1e-3, torch.bfloat16: 2e-2}
 NORM_SHARE = {torch.float32: 1e-2, torch.bfloat16: 1e-1}
 # Weights at the end of a segment that was repeated may be off by this share of the way that they
-# went in it.
-WAY_SHARE = 0.3
+# went in it. Measured over 9 steps with another number of threads: 5e-7 nats, 0.00002 of the way.
+WAY_SHARE = {torch.float32: 0.02, torch.bfloat16: 0.2}
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,7 @@ def training(case: Case) -> Finding:
         repeated=[asdict(segment) for segment in segments],
         exact=repeat.is_exact,
         loss_difference_nats=repeat.loss_difference,
+        way_difference=repeat.way_share,
         hashes_compared=repeat.num_hashes,
         wrong=repeat.wrong,
     )
@@ -153,6 +154,7 @@ class Repeat:
     trainer: Trainer
     is_exact: bool = True
     loss_difference: float = 0.0
+    way_share: float = 0.0
     num_hashes: int = 0
     wrong: list[str] = field(default_factory=list)
 
@@ -240,8 +242,10 @@ class Repeat:
         """Compare the way from `start` to the weights at `end` with that of the run."""
         _, parts = self._read(end)
         theirs, ours = parts["model"], self.trainer.weights()
-        way = _distance(theirs, start)
-        if not _distance(theirs, ours) <= WAY_SHARE * way:
+        share = _distance(theirs, ours) / max(_distance(theirs, start), 1e-30)
+        self.way_share = max(self.way_share, share)
+        # Written so that NaN differs.
+        if not share <= WAY_SHARE[self.case.runtime.dtype]:
             self.wrong.append(f"the steps to step {end} lead to other weights")
 
 
