@@ -284,6 +284,20 @@ def test_a_continued_run_with_few_lines_repeats(
     assert finding.evidence["exact"]
 
 
+@pytest.mark.parametrize("log_every", [2, 10_000])
+def test_a_run_with_a_budget_in_seconds_repeats(
+    case: Case, tmp_path: Path, runtime: Runtime, log_every: int
+) -> None:
+    sets = ("train.budget_steps=0", "train.budget_seconds=0.5", f"train.log_every={log_every}")
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    folder.write_recipe(recipe_of(*sets))
+    assert make_trainer(recipe_of(*sets), case.data, folder, runtime).run()
+    finding = judged(case, folder)
+    assert finding.verdict == PASS, finding.summary
+    assert finding.evidence["exact"]
+
+
 def test_a_run_continued_without_its_evidence_is_not_believed(
     case: Case, copied: RunFolder, tiny_data: Path, runtime: Runtime
 ) -> None:

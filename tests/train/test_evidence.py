@@ -144,3 +144,6 @@ def test_a_hash_tells_names_shapes_types_and_values_apart() -> None:
     others = [{"v": w}, {"w": w.view(2, 3)}, {"w": w.double()}, {"w": w + 1}, {"w": w, "v": w}]
     assert len({hash_tensors(tensors) for tensors in ({"w": w}, *others)}) == len(others) + 1
     assert hash_tensors({"w": w}) == hash_tensors({"w": torch.stack([w, w]).T.contiguous()[:, 0]})
+    # A single number of any stride.
+    corner = torch.arange(6.0).view(2, 3).T[:1, :1]
+    assert hash_tensors({"w": corner}) == hash_tensors({"w": torch.zeros(1, 1)})

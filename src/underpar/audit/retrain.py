@@ -127,7 +127,8 @@ def _other_origin(case: Case, account: Account) -> list[str]:
 def _other_files(case: Case, account: Account) -> list[str]:
     """Files that are not those of the chain."""
     wrong = []
-    lines = case.folder.metrics_file.read_bytes().splitlines(keepends=True)
+    file = case.folder.metrics_file
+    lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
     hashes = [hashlib.sha256(line).hexdigest() for line in lines]
     if hashes != [entry["sha256"] for entry in account.metrics.values()]:
         wrong.append("metrics.jsonl has other lines than the chain")

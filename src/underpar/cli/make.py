@@ -368,7 +368,8 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder for data and run.")] = Path("demo"),
     set_: Set = None,
     full: Annotated[
-        bool, typer.Option("--full", help="Audit every document instead of random ones.")
+        bool,
+        typer.Option("--full", help="Audit all documents and training steps, not random ones."),
     ] = False,
     json: Json = False,
 ) -> None:

@@ -75,7 +75,9 @@ def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
     for name, tensor in sorted(tensors.items()):
         plain = tensor.detach().cpu().contiguous()
         digest.update(f"{name} {plain.dtype} {list(plain.shape)}\n".encode())
-        digest.update(plain.reshape(-1).view(torch.uint8).numpy().data)
+        # A view as bytes needs a stride of 1, and a single number may have any.
+        flat = plain.as_strided((plain.numel(),), (1,))
+        digest.update(flat.view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
