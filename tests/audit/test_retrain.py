@@ -12,6 +12,7 @@ import pytest
 import torch
 from chains import Entries, forge, made_elsewhere
 
+from commands import invoke, run
 from tiny import TinyRun
 from underpar.audit.case import Case
 from underpar.audit.clock import training_time
@@ -23,7 +24,7 @@ from underpar.core.run_folder import RunFolder, write_json
 from underpar.core.runtime import Runtime
 from underpar.core.tensor_files import read_tensors, save_tensors
 from underpar.data.folder import DataFolder, hash_file, load_data
-from underpar.errors import UnderparError
+from underpar.errors import RunError, UnderparError
 from underpar.recipe import Recipe, load_recipe
 from underpar.stages.audit import AuditRequest, open_case
 from underpar.stages.train import make_trainer, train
@@ -305,6 +306,26 @@ def test_a_run_continued_without_its_evidence_is_not_believed(
     assert train(recipe_of(), tiny_data, copied, runtime)["finished"]
     finding = judged(case, copied)
     assert finding.verdict == NOT_SHOWN and "begun without evidence" in finding.summary
+
+
+def test_the_command_line_asks_for_steps_and_checkpoints(
+    tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sets = [word for value in SETS for word in ("--set", value)]
+    out = ("--data", tiny_data, "--out", tmp_path / "run", "--device", "cpu")
+    run("train", "baseline+cpu", *out, *sets, "--keep", 1)
+    assert len(RunFolder(tmp_path / "run").kept_files()) == 1
+    requests = []
+
+    def audit_run(folder: RunFolder, runtime: Runtime, request: AuditRequest, *_: object) -> None:
+        requests.append(request)
+        raise RunError("not audited")
+
+    monkeypatch.setattr("underpar.stages.audit.audit_run", audit_run)
+    for words in ([], ["--retrain", 3, "--seed", 5]):
+        with pytest.raises(RunError, match="not audited"):
+            invoke("audit", tmp_path / "run", "--device", "cpu", *words)
+    assert [(r.num_retrained, r.seed) for r in requests] == [(10, None), (3, 5)]
 
 
 def test_random_numbers_of_the_caller_are_left_alone(case: Case, honest: RunFolder) -> None:
