@@ -25,6 +25,7 @@ from underpar.model.gpt import GPT
 from underpar.model.network import Eager
 from underpar.recipe import Recipe, load_recipe, to_toml
 from underpar.stages.train import make_trainer, train
+from underpar.train.evidence import read_account, read_chain
 from underpar.train.feed import Feed
 from underpar.train.guard import read_batches
 from underpar.train.loop import Trainer
@@ -86,6 +87,11 @@ def test_a_killed_run_resumes_with_the_same_losses(
     assert losses(folder) == losses(whole)
     ours, theirs = (read_tensors(f.weights_file)[0] for f in (folder, whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    # The evidence tells of one run, in two starts.
+    account = read_account(read_chain(folder.evidence_file))
+    assert len(account.seconds) == STEPS and len(account.environments) == 2
+    kept = {folder.kept_file(step) for step in account.kept_steps[1:]}
+    assert kept == set(folder.kept_files()) != set()
 
 
 def test_two_ranks_train_like_one(whole: RunFolder, tiny_data: Path, tmp_path: Path) -> None:
@@ -122,11 +128,11 @@ def test_other_data_are_refused_and_leave_the_folder_alone(
     whole: RunFolder, corpus_file: Path, tmp_path: Path, runtime: Runtime
 ) -> None:
     build_data([corpus_file], tmp_path / "other", BuildOptions(512, 0.3))
-    before = {p.name: p.read_bytes() for p in whole.path.iterdir()}
+    before = {p.name: p.read_bytes() for p in whole.path.iterdir() if p.is_file()}
     with pytest.raises(RunError, match="data_identity"):
         recipe = load_recipe("baseline+cpu", OVERRIDES)
         train(recipe, tmp_path / "other", whole, runtime)
-    assert {p.name: p.read_bytes() for p in whole.path.iterdir()} == before
+    assert {p.name: p.read_bytes() for p in whole.path.iterdir() if p.is_file()} == before
 
 
 def test_a_wrong_vocabulary_is_refused(tiny_data: Path, tmp_path: Path, runtime: Runtime) -> None:

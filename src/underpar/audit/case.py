@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from underpar.artifact.unpack import Artifact
 from underpar.codec.stream import Codec
 from underpar.core.run_folder import RunFolder
 from underpar.core.runtime import Runtime
@@ -21,6 +22,7 @@ from underpar.infer.tilt import Mixture
 from underpar.recipe import Recipe
 from underpar.score.ledger import Score
 from underpar.score.tally import OnCommit
+from underpar.train.loop import Trainer
 
 # Scores another shard by the method of a score, and reports every price.
 Rescore = Callable[[Score, Shard, OnCommit], Score]
@@ -69,6 +71,7 @@ class Case:
 
     folder: RunFolder
     recipe: Recipe
+    artifact: Artifact
     # A predictor whose matrix products run in the given precision; fp32 without one.
     open_predictor: Callable[..., Predictor]
     # A score's method on short text for probes, with settings that fit it.
@@ -77,6 +80,10 @@ class Case:
     repeat: Callable[[Score, Shard], Score]
     # The experts of a score's method, with the settings of that score.
     open_mixture: Callable[[Score], Mixture]
+    # A trainer of the run's recipe on the audited data, before its first step.
+    open_trainer: Callable[[], Trainer]
+    # The artifact made again from the weights, with the constant that packing found.
+    pack_again: Callable[[], Artifact]
     # The script that must lie beside the artifact, byte for byte.
     expected_script: Callable[[], bytes]
     codec: Codec
@@ -99,5 +106,7 @@ class Case:
     # The number of random documents that are scored again if documents do not depend on each
     # other; 0 stands for all.
     num_documents: int = 0
+    # The number of training steps that are taken again.
+    num_retrained: int = 0
     # Random documents are coded until this many tokens; 0 codes all of them.
     code_tokens: int = 0

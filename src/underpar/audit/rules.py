@@ -20,6 +20,8 @@ from underpar.audit.case import Case
 from underpar.audit.clock import training_time
 from underpar.audit.data import byte_count, identity, splits
 from underpar.audit.finding import Finding, judge
+from underpar.audit.packing import packing
+from underpar.audit.retrain import training
 from underpar.audit.scores import (
     coded_bits,
     coverage,
@@ -27,6 +29,7 @@ from underpar.audit.scores import (
     score_files,
     scoring_time,
 )
+from underpar.audit.script import script
 from underpar.audit.size import size
 from underpar.errors import DAMAGE, UnderparError, one_line
 
@@ -37,6 +40,9 @@ RULES: dict[str, Rule] = {
     "time": training_time,
     "identity": identity,
     "splits": splits,
+    "training": training,
+    "packing": packing,
+    "script": script,
     "score files": score_files,
     "coverage": coverage,
     "bytes": byte_count,

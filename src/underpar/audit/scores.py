@@ -126,7 +126,7 @@ def _compare(case: Case, score: Score) -> dict[str, Any]:
     error = _relative(again.entries, claimed)
     exact = not score.how.get("levers") and score.how.get("products") == "torch.float32"
     tolerance = SAME if exact else NEARLY_SAME
-    num_other = _num_other(again.entries, claimed)
+    num_other = num_other_documents(again.entries, claimed)
     row = {
         "bpb": again.bpb,
         "documents": len(again.entries),
@@ -156,7 +156,8 @@ def _choose(case: Case, score: Score) -> list[int]:
     return [*sorted(map(int, chosen)), total - 1]
 
 
-def _num_other(again: list[Entry], claimed: list[Entry]) -> int:
+def num_other_documents(again: list[Entry], claimed: list[Entry]) -> int:
+    """Documents whose repeated bits, targets or bytes are not those that are claimed."""
     wrong = abs(len(again) - len(claimed))
     for ours, theirs in zip(again, claimed, strict=False):
         allowed = DOCUMENT_SHARE * ours.bits + DOCUMENT_BITS

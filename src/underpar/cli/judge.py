@@ -131,6 +131,14 @@ def audit(
     code_tokens: Annotated[
         int, typer.Option(help="Code random documents up to this many tokens; 0: all documents.")
     ] = 0,
+    retrain: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="Take N training steps again, from random checkpoints; a large N: all of them.",
+        ),
+    ] = 10,
     seed: Annotated[
         int | None, typer.Option(help="Seed of the random choices, to repeat an audit.")
     ] = None,
@@ -156,9 +164,11 @@ def audit(
     underpar audit runs/mine
     underpar audit runs/mine --expect-data 3f0c...    the data are those that were published
     underpar audit runs/mine --documents 50 --code-tokens 20000      faster: a random sample
+    underpar audit runs/mine --retrain 1000000        slower: the whole training once more
 
     Exit code 0: every rule passes. 1: a rule fails. 3: no rule fails, but the evidence for one is
-    missing. The audit believes no figure of the run folder: it scores, counts and decodes again.
+    missing. The audit believes no figure of the run folder: it trains, packs, scores, counts and
+    decodes again. Training steps repeat on the kind of device that made them.
     Limits are yours; limits that a recipe names for itself can only be tighter. Verdicts, evidence
     and the SHA-256 of every file judged are written to RUN/audit.json. Score the artifact first.
 
@@ -188,7 +198,7 @@ def audit(
         _show_audit(run, audit_submission(run, limits, profile, against or ()), strict, json)
     if against:
         raise RuleError(f"{run} is no submission; compare runs with 'underpar compare'")
-    request = AuditRequest(data, limits, profile, documents, code_tokens, seed)
+    request = AuditRequest(data, limits, profile, documents, code_tokens, retrain, seed)
     runtime = open_runtime(device)
     _show_audit(run, audit_run(RunFolder(run), runtime, request, open_progress(json)), strict, json)
 

@@ -150,6 +150,12 @@ def train(
     margin: Annotated[
         float, typer.Option(help="How much worse, in nats per token, stops it.")
     ] = 0.1,
+    keep: Annotated[
+        int,
+        typer.Option(
+            min=0, metavar="N", help="Keep so many checkpoints, from which the audit repeats steps."
+        ),
+    ] = 8,
     device: Device = "auto",
     attention: Attention = "auto",
     compiled: Compiled = None,
@@ -161,6 +167,9 @@ def train(
     underpar train baseline --data data --out runs/mine
     underpar train --resume runs/mine
     underpar train baseline --data data --set train.seed=7 --stop-behind runs/mine
+    underpar train pr2014 --data data --keep 2        less disk: a checkpoint is 12 bytes per weight
+
+    --keep counts from the start of a run. The last checkpoint is always kept.
     """
     from underpar.compile.startup import warm_compiler
     from underpar.core.runtime import open_runtime
@@ -177,7 +186,7 @@ def train(
     if stop_behind is not None:
         reference = stage.open_reference(RunFolder(stop_behind), data, margin)
     progress = open_progress(json, runtime)
-    summary = stage.train(resolved, data, folder, runtime, progress, reference)
+    summary = stage.train(resolved, data, folder, runtime, progress, reference, keep)
     if runtime.is_main:
         show_summary(json, str(folder.path), summary)
 
@@ -359,7 +368,8 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder for data and run.")] = Path("demo"),
     set_: Set = None,
     full: Annotated[
-        bool, typer.Option("--full", help="Audit every document instead of random ones.")
+        bool,
+        typer.Option("--full", help="Audit all documents and training steps, not random ones."),
     ] = False,
     json: Json = False,
 ) -> None:

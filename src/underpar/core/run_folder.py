@@ -122,6 +122,8 @@ class RunFolder:
     metrics.jsonl            train        a line per logged step
     events.out.tfevents.*    train        the same for TensorBoard, a file per start
     checkpoint.safetensors   train        everything that a resumed run needs
+    checkpoints/step-*       train        some of the checkpoints before it, for the audit
+    evidence.jsonl           train        a hash chain over data, metrics, checkpoints and weights
     broken.safetensors       train        the batches of a step whose loss was not finite
     weights.safetensors      train        the final weights
     validation.json          train        bits per byte of held-out text, before quantization
@@ -158,6 +160,19 @@ class RunFolder:
     def checkpoint_file(self) -> Path:
         """The state that a stopped run continues from."""
         return self.path / "checkpoint.safetensors"
+
+    @property
+    def evidence_file(self) -> Path:
+        """The hash chain of training, an entry per line."""
+        return self.path / "evidence.jsonl"
+
+    def kept_file(self, step: int) -> Path:
+        """The checkpoint that was kept of a step."""
+        return self.path / "checkpoints" / f"step-{step}.safetensors"
+
+    def kept_files(self) -> list[Path]:
+        """The checkpoints that are kept, in no order."""
+        return list((self.path / "checkpoints").glob("step-*.safetensors"))
 
     @property
     def weights_file(self) -> Path:
@@ -227,6 +242,7 @@ class RunFolder:
             self.recipe_file,
             self.about_file,
             self.metrics_file,
+            self.evidence_file,
             self.validation_file,
             self.tokenizer_file,
             self.weights_file,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import torch
 
@@ -34,3 +35,12 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{device.type}, {torch.get_num_threads()} threads"
+
+
+def processor_name() -> str:
+    """The model of the processor, and the instructions that torch uses on it."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.exists() else []
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    model = next(models, platform.processor() or platform.machine())
+    return f"{model}, {torch.backends.cpu.get_cpu_capability()}"

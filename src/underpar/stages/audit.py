@@ -31,6 +31,8 @@ from underpar.errors import RunError, UnderparError
 from underpar.infer.predictor import Predictor
 from underpar.score.ledger import Score, score_from_dict
 from underpar.score.tally import OnCommit
+from underpar.stages.pack import pack_again
+from underpar.stages.train import make_trainer
 from underpar.submit.bundle import bundle
 from underpar.submit.script import counted_recipe
 
@@ -50,6 +52,7 @@ class AuditRequest:
     # See `Case`; 0 stands for all documents and tokens.
     num_documents: int = 0
     code_tokens: int = 0
+    num_retrained: int = 10
     # The seed of the audit's random choices; without one they cannot be known in advance.
     seed: int | None = None
 
@@ -128,10 +131,15 @@ def open_case(folder: RunFolder, runtime: Runtime, request: AuditRequest) -> Cas
     return Case(
         folder=folder,
         recipe=artifact.recipe,
+        artifact=artifact,
         open_predictor=open_predictor,
         rescore=rescorer(artifact, runtime),
         repeat=repeater(artifact, runtime),
         open_mixture=lambda score: mixture_of(score, artifact.recipe),
+        open_trainer=lambda: make_trainer(
+            folder.read_recipe(), data, folder, replace(runtime, compiled=False)
+        ),
+        pack_again=lambda: pack_again(folder, artifact.recipe.quant, data, runtime),
         expected_script=lambda: bundle(counted_recipe(artifact.recipe, scores.values())),
         codec=Codec(open_predictor(), build_tokenizer(artifact), sha256),
         data=data,
@@ -145,6 +153,7 @@ def open_case(folder: RunFolder, runtime: Runtime, request: AuditRequest) -> Cas
         rng=np.random.default_rng(request.seed),
         num_documents=request.num_documents,
         code_tokens=request.code_tokens,
+        num_retrained=request.num_retrained,
     )
 
 

@@ -29,6 +29,7 @@ from underpar.quant.files import Measured, save_measured
 from underpar.quant.rules import match_rules
 from underpar.recipe import Recipe
 from underpar.schema import QuantPart
+from underpar.train.evidence import environment
 
 # The most tokens of a lane in which the model writes its own calibration text.
 LANE_TOKENS = 2048
@@ -79,9 +80,16 @@ def calibrate_run(
 
     `source` is "train" or "self"; empty: as the recipe says. Writes calibration.safetensors.
     """
-    started = time.perf_counter()
     require_own_data(folder, data, runtime)
     trained = ask_main(lambda: read_trained(folder), runtime)
+    measured = measure(trained, data, runtime, source)
+    ask_main(lambda: save_measured(folder.calibration_file, measured), runtime)
+    return measured
+
+
+def measure(trained: Trained, data: DataFolder, runtime: Runtime, source: str = "") -> Measured:
+    """The calibration of trained weights; all ranks together."""
+    started = time.perf_counter()
     part = trained.recipe.quant
     source = source or part.calibration
     model = load_model(trained.recipe, trained.weights).to(runtime.device)
@@ -94,11 +102,10 @@ def calibrate_run(
         "weights_sha256": trained.sha256,
         "text": source,
         "tokens": calibration.num_tokens,
+        "environment": environment(runtime),
         "seconds": time.perf_counter() - started,
     }
-    measured = Measured(calibration, gradients, about)
-    ask_main(lambda: save_measured(folder.calibration_file, measured), runtime)
-    return measured
+    return Measured(calibration, gradients, about)
 
 
 def require_own_data(folder: RunFolder, data: DataFolder, runtime: Runtime) -> None:
@@ -130,4 +137,5 @@ def _text(source: str, part: QuantPart, data: DataFolder, model: GPT, num_batche
 def calibrate(folder: RunFolder, data: Path, runtime: Runtime, source: str = "") -> dict[str, Any]:
     """Calibrate a run; returns the text, its tokens and the seconds."""
     with process_group(runtime), lock_on_main(folder.path, runtime):
-        return calibrate_run(folder, load_data(data), runtime, source).about
+        about = calibrate_run(folder, load_data(data), runtime, source).about
+    return {key: value for key, value in about.items() if key != "environment"}

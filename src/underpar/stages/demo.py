@@ -29,6 +29,8 @@ from underpar.stages.use import compress, decompress, open_codec
 PROMPT = "The government"
 # Enough for a run that anyone can repeat; `underpar audit` and `demo --full` take all documents.
 SAMPLE = AuditRequest(num_documents=12, code_tokens=12_000)
+# All documents, and the whole training once more.
+FULL = AuditRequest(num_retrained=1_000_000)
 
 
 def run_demo(
@@ -36,8 +38,8 @@ def run_demo(
 ) -> dict[str, Any]:
     """Build, train, pack, score twice, audit, compress, generate, report; returns the figures.
 
-    The audit repeats the plain score and the coding on a few random documents; with `is_full` on
-    all of them.
+    The audit repeats a few training steps, and the plain score and the coding on a few random
+    documents; with `is_full` all of them.
     """
     with lock_folder(out, create=True):
         return _run_demo(recipe, out, progress, is_full)
@@ -59,7 +61,7 @@ def _run_demo(recipe: Recipe, out: Path, progress: Progress, is_full: bool) -> d
         score_artifact(folder.artifact_file, data, runtime, method, progress=progress).summary()
         for method in (PLAIN, ADAPT)
     )
-    request = AuditRequest(data) if is_full else replace(SAMPLE, data=data)
+    request = replace(FULL if is_full else SAMPLE, data=data)
     audited = audit_run(folder, runtime, request, progress)
     coded, text = use_model(folder, data, out, runtime, progress)
     report = build_report([folder], folder.report_file)

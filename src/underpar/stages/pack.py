@@ -16,6 +16,7 @@ other weights, and rounds again if the rounded model belongs to other weights or
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -56,12 +57,14 @@ from underpar.schema import QuantPart
 from underpar.stages.calibrate import (
     Trained,
     load_model,
+    measure,
     needs_calibration,
     read_trained,
     require_own_data,
 )
 from underpar.submit.bundle import bundle
 from underpar.submit.script import write_script
+from underpar.train.evidence import environment
 
 OnRound = Callable[[Round], None]
 
@@ -101,6 +104,11 @@ class PackJob:
         """Shape and scheme of every tensor of the rounded model."""
         weights, schemes = self.quant.weights, self.quant.schemes
         return {name: (weights[name].shape, schemes[name]) for name in weights}
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether tuning or fitting follows the rounding; both read training text."""
+        return bool(self.recipe.quant.tune_steps or self.fitted_levers)
 
     @property
     def room_bytes(self) -> int:
@@ -199,19 +207,44 @@ def quantize_run(
     """
     started = time.perf_counter()
     tensors, about = fit_constant(job, on_round)
-    if job.recipe.quant.tune_steps or job.fitted_levers:
+    if job.reads_text:
         began = time.perf_counter()
         data = load_data(Path(folder.read_fields(folder.about_file).text("data")))
         require_own_data(folder, data, runtime)
-        tensors = tune_controls(job, tensors, data, runtime)
-        num_steps = job.trained.step
-        fits = fit_levers(job, tensors, data, num_steps, runtime)
+        tensors, fits = tune_and_fit(job, tensors, data, runtime)
         about["levers"] = {name: asdict(fit.numbers) for name, fit in fits.items()}
         about["fit_nats"] = {name: fit.nats for name, fit in fits.items()}
         about["tune_seconds"] = time.perf_counter() - began
-    about = {**job.identity(), **about, "seconds": time.perf_counter() - started}
+    about |= {"environment": environment(runtime), "seconds": time.perf_counter() - started}
+    about = {**job.identity(), **about}
     save_quantized(folder.quantized_file, tensors, about)
     return about
+
+
+def pack_again(
+    folder: RunFolder, part: QuantPart, data: DataFolder, runtime: Runtime = ALONE
+) -> Artifact:
+    """What a run packs with `part` and the constant that was found for it, made from its weights.
+
+    Calibration, rounding, tuning and fitting are repeated; no file of theirs is read.
+    """
+    trained = read_trained(folder)
+    trained = replace(trained, recipe=replace(trained.recipe, quant=part))
+    about = read_about(folder.need(folder.quantized_file))
+    measured = None
+    if needs_calibration(trained.recipe):
+        # The text that was chosen: training text, or what the model writes.
+        calibration: Any = about.get("calibration")
+        measured = measure(trained, data, runtime, str(calibration["text"]))
+    quant = open_job(trained.weights, part, measured, runtime.device)
+    tokenizer = folder.need(folder.tokenizer_file).read_bytes()
+    job = PackJob(trained, quant, tokenizer, int(str(about["cap_bytes"])))
+    tensors = job.quant.round(float(str(about["constant"])))
+    fits: dict[str, LogitFit] = {}
+    if job.reads_text:
+        tensors, fits = tune_and_fit(job, tensors, data, runtime)
+    numbers = {name: asdict(fit.numbers) for name, fit in fits.items()}
+    return job.artifact(tensors, json.loads(json.dumps(numbers)))
 
 
 def fit_constant(
@@ -235,6 +268,14 @@ def fit_constant(
     curve = job.quant.rate_curve()
     fitted = fit_to_cap(round_and_pack, curve, job.room_bytes, other_bytes, on_round)
     return fitted.made, {**asdict(fitted.best), "rounds": [asdict(r) for r in fitted.rounds]}
+
+
+def tune_and_fit(
+    job: PackJob, tensors: QuantizedModel, data: DataFolder, runtime: Runtime
+) -> tuple[QuantizedModel, dict[str, LogitFit]]:
+    """What follows rounding and reads training text: tuned fp16 tensors, fitted levers."""
+    tensors = tune_controls(job, tensors, data, runtime)
+    return tensors, fit_levers(job, tensors, data, job.trained.step, runtime)
 
 
 def tune_controls(

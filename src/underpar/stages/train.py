@@ -22,7 +22,7 @@ from underpar.core.progress import SILENT, Progress
 from underpar.core.run_folder import RunFolder, write_atomic, write_json
 from underpar.core.runtime import Runtime, free_memory_bytes, seed_everything
 from underpar.core.versions import device_name, versions
-from underpar.data.folder import DataFolder, data_identity, load_data
+from underpar.data.folder import DataFolder, data_identity, data_sha256, load_data
 from underpar.data.loader import Loader
 from underpar.data.shards import Shard
 from underpar.data.tokens.tokenizer import Tokenizer
@@ -34,6 +34,7 @@ from underpar.score.windows import chunk_documents
 from underpar.stages.calibrate import calibrate_run, needs_calibration
 from underpar.submit.bundle import bundle
 from underpar.train.checkpoint import Position
+from underpar.train.evidence import KEPT, Evidence
 from underpar.train.guard import Reference, read_reference
 from underpar.train.loop import Trainer
 from underpar.train.loss_forecast import Forecast
@@ -52,18 +53,19 @@ def train(
     runtime: Runtime,
     progress: Progress = SILENT,
     reference: Reference | None = None,
+    num_kept: int = KEPT,
 ) -> dict[str, Any]:
     """Train `recipe` into `folder`, continuing the run that is there; returns a summary.
 
     Training ends when the budget is spent, at a signal, or when the loss is far behind that of
     `reference`. Each of them leaves a checkpoint. `finished` in the summary says whether the
-    budget is spent.
+    budget is spent. `num_kept` checkpoints stay in the folder, from which an audit repeats steps.
     """
     recipe = resolve_levers(recipe)
     data = load_data(data_path)
     _check_tokenizer(recipe, data.tokenizer, data_path)
     with process_group(runtime), lock_on_main(folder.path, runtime, create=True):
-        return _train(recipe, data_path, data, folder, runtime, progress, reference)
+        return _train(recipe, data_path, data, folder, runtime, progress, reference, num_kept)
 
 
 def _train(
@@ -74,6 +76,7 @@ def _train(
     runtime: Runtime,
     progress: Progress,
     reference: Reference | None,
+    num_kept: int,
 ) -> dict[str, Any]:
     resumed = folder.checkpoint_file.exists()
     earlier = list(folder.metrics("progress", "loss", "tokens", "seconds")) if resumed else []
@@ -107,7 +110,7 @@ def _train(
 
         # Only the main rank prepares the folder; its refusal ends the other ranks too.
         ask_main(prepare, runtime)
-        finished = make_trainer(recipe, data, folder, runtime).run(on_step)
+        finished = make_trainer(recipe, data, folder, runtime, num_kept).run(on_step)
         if finished and needs_calibration(recipe):
             task.update(1, "calibrating")
             calibrate_run(folder, data, runtime)
@@ -121,13 +124,20 @@ def _train(
     return summary | (validation_of(folder) if finished and runtime.is_main else {})
 
 
-def make_trainer(recipe: Recipe, data: DataFolder, folder: RunFolder, runtime: Runtime) -> Trainer:
+def make_trainer(
+    recipe: Recipe,
+    data: DataFolder,
+    folder: RunFolder,
+    runtime: Runtime,
+    num_kept: int = KEPT,
+) -> Trainer:
     """Model, loader and levers of a recipe, ready to run."""
     seed_everything(recipe.train.seed)
     part = recipe.train
     levers = plug_levers(recipe, "train").values()
     model = build_model(recipe).to(runtime.device)
     shapes = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
+    origin = {"recipe_hash": recipe.hash, "data_sha256": data_sha256(data), "seed": part.seed}
     size = SizeForecast(recipe, shapes, data.tokenizer.content, lambda: len(bundle(recipe)))
     return Trainer(
         model=model,
@@ -135,6 +145,7 @@ def make_trainer(recipe: Recipe, data: DataFolder, folder: RunFolder, runtime: R
         part=part,
         runtime=runtime,
         folder=folder,
+        evidence=Evidence(folder, origin, runtime, num_kept),
         position=Position(recipe.hash, data_identity(data)),
         forecast=Forecast(data.train.num_tokens / data.train.num_bytes),
         validator=make_validator(recipe, data.val, runtime),

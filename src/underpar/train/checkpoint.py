@@ -13,6 +13,9 @@ from underpar.core.fields import Fields, reading
 from underpar.core.tensor_files import read_tensors, save_tensors
 from underpar.errors import RunError
 
+# Tensors by name of each part: "model", "optimizer", "average0".
+Parts = Mapping[str, Mapping[str, Tensor]]
+
 
 @dataclass(frozen=True)
 class Position:
@@ -29,10 +32,8 @@ class Position:
     """The step at which that last changed, -1 for never."""
 
 
-def save_checkpoint(
-    path: Path, position: Position, parts: Mapping[str, Mapping[str, Tensor]]
-) -> None:
-    """Parts ('model', 'optimizer', 'average') with the random state and the position."""
+def save_checkpoint(path: Path, position: Position, parts: Parts) -> None:
+    """Parts with the random state and the position."""
     tensors = {f"{part}/{name}": t for part, ts in parts.items() for name, t in ts.items()}
     tensors["rng"] = torch.get_rng_state()
     save_tensors(path, tensors, asdict(position))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from statistics import fmean
@@ -29,8 +29,9 @@ from underpar.model.network import EAGER, Eager, Network
 from underpar.recipe import TrainPart
 from underpar.seams import Averager, FakeQuantizer, Penalty
 from underpar.train import schedule
-from underpar.train.checkpoint import Position, read_checkpoint, save_checkpoint
+from underpar.train.checkpoint import Parts, Position, read_checkpoint, save_checkpoint
 from underpar.train.events import EventWriter
+from underpar.train.evidence import Evidence
 from underpar.train.feed import Feed
 from underpar.train.guard import Guard
 from underpar.train.loss_forecast import Forecast
@@ -66,6 +67,7 @@ class Trainer:
     part: TrainPart
     runtime: Runtime
     folder: RunFolder
+    evidence: Evidence
     position: Position
     forecast: Forecast
     validator: Validator
@@ -85,63 +87,38 @@ class Trainer:
         self.last_time = LastTime()
         self.runner = TracedRun() if self.runtime.compiled else EAGER
         for averager in self.averagers:
-            averager.start(self._weights())
+            averager.start(self.weights())
 
     def run(self, on_step: OnStep | None = None) -> bool:
         """Train until the budget is spent (True) or a signal asks to stop (False)."""
         part, runtime, clock = self.part, self.runtime, self.meter.clock
-        step_tokens = self.loader.step_tokens
-        self._resume()
+        is_new = self._resume()
         if runtime.compiled:
             with clock.phase("compile"):
                 warm_up(self.model, self.loader, part, runtime, self.runner)
+        if runtime.is_main:
+            self._begin_evidence(is_new)
         seconds_before, started = self.position.seconds, self._counted_seconds()
         # From the command to the first step, compilation included.
         start_seconds = process_age_seconds()
-        self.meter.start(self.position.step * step_tokens, seconds_before)
+        self.meter.start(self.position.step * self.loader.step_tokens, seconds_before)
         saved_at = time.perf_counter()
         stop, loss = False, None
         with interruptible() as interrupted, closing(Feed(self.loader, runtime)) as feed:
             while True:
                 # The main rank decides for all ranks whether another step is taken.
-                position, step = self.position, self.position.step
-                p = schedule.progress(
-                    part, position.seconds, step, step * step_tokens, position.flops
-                )
-                p = from_main(-1.0 if stop or interrupted() else p, runtime)
+                p = from_main(-1.0 if stop or interrupted() else self._progress(), runtime)
                 if p < 0 or p >= 1:
                     break
 
-                # The schedule of this step. After a change of context, rates rise again.
-                context = schedule.context_at(part, p)
-                changed = bool(context) and position.context not in (0, context)
-                changed_at = step if changed else position.changed_at
-                lr_scale = schedule.lr_scale(part, p)
-                if changed_at >= 0:
-                    lr_scale *= schedule.rewarm(part, step - changed_at)
-                momentum, decay_scale = schedule.momentum(part, p), schedule.decay_scale(part, p)
-
-                # A single training step.
-                self.model.set_progress(p)
-                loss = self._accumulate(feed.at(step, context), step, p)
-                norm = self.optimizer.step(lr_scale, momentum, decay_scale)
-                for averager in self.averagers:
-                    averager.update(self._weights(), step + 1)
+                line = self._take_step(feed, p)
+                loss = line["loss"]
 
                 # Bookkeeping. One reading of the clock per step decides, is logged and is saved,
                 # so a resumed run agrees.
                 seconds = seconds_before + self._counted_seconds() - started
-                flops = step_tokens * self._token_flops(context)
-                self.position = position = replace(
-                    position,
-                    step=step + 1,
-                    seconds=seconds,
-                    flops=position.flops + flops,
-                    context=context or 0,
-                    changed_at=changed_at,
-                )
-                line: dict[str, Any] = {"step": step + 1, "progress": p, "lr_scale": lr_scale}
-                line |= {"loss": loss, "norm": norm} | ({"context": context} if context else {})
+                self.position = position = replace(self.position, seconds=seconds)
+                self.evidence.add_step(seconds)
                 is_logged = position.step % part.log_every == 0
 
                 # Once in a while: price the held-out text. All ranks take part.
@@ -174,11 +151,80 @@ class Trainer:
             self._report()
         return finished
 
+    def replay(self, seconds: Iterable[float]) -> Iterator[dict[str, Any]]:
+        """Take steps of a recorded run again, from the current state; writes nothing.
+
+        `seconds` is the training clock after each step. Progress follows from the clock, and the
+        whole schedule from progress.
+        """
+        with closing(Feed(self.loader, self.runtime)) as feed:
+            for after in seconds:
+                line = self._take_step(feed, self._progress())
+                self.position = replace(self.position, seconds=after)
+                yield line
+
+    def restore(self, position: Position, parts: Parts) -> None:
+        """Take the state of a checkpoint."""
+        self.position = position
+        self.model.load_state_dict(dict(parts["model"]))
+        self.optimizer.load(parts["optimizer"])
+        for i, averager in enumerate(self.averagers):
+            averager.load(parts[f"average{i}"])
+
+    def parts(self) -> Parts:
+        """Everything that steps change, besides the position: the live tensors."""
+        parts = {"model": self.weights(), "optimizer": self.optimizer.state()}
+        return parts | {f"average{i}": a.state() for i, a in enumerate(self.averagers)}
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The live weights."""
+        return dict(self.model.state_dict())
+
+    def packed_weights(self) -> dict[str, torch.Tensor]:
+        """The weights that packing gets: the last average, if there is one."""
+        return self.averagers[-1].average() if self.averagers else self.weights()
+
+    def _progress(self) -> float:
+        """The share of the budget that is spent."""
+        now = self.position
+        tokens = now.step * self.loader.step_tokens
+        return schedule.progress(self.part, now.seconds, now.step, tokens, now.flops)
+
+    def _take_step(self, feed: Feed, p: float) -> dict[str, Any]:
+        """One step at progress p; the first values of its line of metrics."""
+        part, position, step = self.part, self.position, self.position.step
+
+        # The schedule of this step. After a change of context, rates rise again.
+        context = schedule.context_at(part, p)
+        changed = bool(context) and position.context not in (0, context)
+        changed_at = step if changed else position.changed_at
+        lr_scale = schedule.lr_scale(part, p)
+        if changed_at >= 0:
+            lr_scale *= schedule.rewarm(part, step - changed_at)
+        momentum, decay_scale = schedule.momentum(part, p), schedule.decay_scale(part, p)
+
+        # A single training step.
+        self.model.set_progress(p)
+        loss = self._accumulate(feed.at(step, context), step, p)
+        norm = self.optimizer.step(lr_scale, momentum, decay_scale)
+        for averager in self.averagers:
+            averager.update(self.weights(), step + 1)
+
+        self.position = replace(
+            position,
+            step=step + 1,
+            flops=position.flops + self.loader.step_tokens * self._token_flops(context),
+            context=context or 0,
+            changed_at=changed_at,
+        )
+        line: dict[str, Any] = {"step": step + 1, "progress": p, "lr_scale": lr_scale}
+        return line | {"loss": loss, "norm": norm} | ({"context": context} if context else {})
+
     def _accumulate(self, batches: Iterator[Batch], step: int, p: float) -> torch.Tensor:
         """Leave the gradients of one global batch on every rank; returns its mean loss."""
         with ExitStack() as fake_quantized:
             for lever in self.fake_quantizers:
-                fake_quantized.enter_context(lever.fake_quantize(self._weights(), p))
+                fake_quantized.enter_context(lever.fake_quantize(self.weights(), p))
 
             def penalty() -> torch.Tensor | None:
                 # Penalties read the true weights.
@@ -240,12 +286,14 @@ class Trainer:
             return {}
         self.runtime.synchronize()
         with self.meter.clock.phase("size"):
-            return {"forecast_bytes": self.size_of(self._packed_weights())}
+            return {"forecast_bytes": self.size_of(self.packed_weights())}
 
     def _write(self, line: dict[str, Any]) -> None:
+        text = json.dumps(line) + "\n"
         with writing(self.folder.metrics_file), self.folder.metrics_file.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(text)
         with writing(self.folder.path):
+            self.evidence.add_metrics(text, self.weights())
             self.events.write(line["step"], line)
 
     def _stop_if_broken(self, loss: torch.Tensor) -> None:
@@ -256,26 +304,22 @@ class Trainer:
             path, context = self.folder.path / "broken.safetensors", self.position.context or None
             raise self.guard.save_failure(path, self.loader, step, reason, context)
 
-    def _weights(self) -> dict[str, torch.Tensor]:
-        return dict(self.model.state_dict())
-
-    def _packed_weights(self) -> dict[str, torch.Tensor]:
-        """The weights that packing gets: the last average, if there is one."""
-        return self.averagers[-1].average() if self.averagers else self._weights()
-
     def _checkpoint(self, loss: torch.Tensor | None) -> None:
         """Write everything a resumed run needs, atomically; `loss` is that of the last step."""
         if not self.runtime.is_main:
             return
         if loss is not None:
             self._stop_if_broken(loss)
-        parts = {"model": self._weights(), "optimizer": self.optimizer.state()}
-        parts |= {f"average{i}": a.state() for i, a in enumerate(self.averagers)}
+        parts = self.parts()
         with self.meter.clock.phase("checkpoint"):
+            self.evidence.add_checkpoint(self.position, parts)
             save_checkpoint(self.folder.checkpoint_file, self.position, parts)
 
-    def _resume(self) -> None:
-        """Continue from the checkpoint, or clear what an earlier start left without one."""
+    def _resume(self) -> bool:
+        """Continue from the checkpoint, or clear what an earlier start left without one.
+
+        Returns whether the run begins here.
+        """
         file, start = self.folder.checkpoint_file, self.position
         require_same(f"recipe {start.recipe_hash}, data {start.data_identity}", self.runtime)
         require_on_main(file, self.runtime)
@@ -287,15 +331,12 @@ class Trainer:
             if self.runtime.is_main:
                 self.folder.metrics_file.unlink(missing_ok=True)
                 self.folder.validation_file.unlink(missing_ok=True)
-            return
-        self.position, parts = checkpoint
+            return True
+        position, parts = checkpoint
         # Reading restored the random state where the file was read.
         torch.set_rng_state(ask_main(torch.get_rng_state, self.runtime))
         with reading(file, "train again in another folder"):
-            self.model.load_state_dict(parts["model"])
-            self.optimizer.load(parts["optimizer"])
-            for i, averager in enumerate(self.averagers):
-                averager.load(parts[f"average{i}"])
+            self.restore(position, parts)
         if self.runtime.is_main:
             # Steps after the checkpoint are taken again; their old lines go.
             lines = self.folder.metrics("progress", "loss", "seconds")
@@ -307,11 +348,19 @@ class Trainer:
                 if "forecast_bytes" in line:
                     self.last_time.sized = line["seconds"]
             write_atomic(self.folder.metrics_file, "".join(json.dumps(m) + "\n" for m in kept))
+        return False
+
+    def _begin_evidence(self, is_new: bool) -> None:
+        if is_new:
+            self.evidence.begin(self.position, self.parts())
+        else:
+            self.evidence.resume(self.position.step)
 
     def _save_weights(self) -> None:
         if self.runtime.is_main:
             about = {"recipe_hash": self.position.recipe_hash, "step": self.position.step}
-            save_tensors(self.folder.weights_file, self._packed_weights(), about)
+            save_tensors(self.folder.weights_file, self.packed_weights(), about)
+            self.evidence.end()
 
     def _report(self) -> None:
         """Price text and size of the final weights, before they are quantized."""
