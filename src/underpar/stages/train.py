@@ -43,7 +43,7 @@ from underpar.train.step import step_of
 from underpar.train.validate import Validator
 
 # Outputs of a block's matrices that training keeps for the way back.
-KEPT = ("attn.q", "attn.k", "attn.v", "mlp.up")
+SAVED_OUTPUTS = ("attn.q", "attn.k", "attn.v", "mlp.up")
 
 
 def train(
@@ -224,7 +224,7 @@ def require_memory(
     """
     part, spec = recipe.train, recipe.model
     num_tokens = max(part.micro_sizes or (part.micro_batch_tokens,))
-    width = sum(shapes[f"blocks.0.{name}.weight"][0] for name in KEPT) + 2 * spec.dim
+    width = sum(shapes[f"blocks.0.{name}.weight"][0] for name in SAVED_OUTPUTS) + 2 * spec.dim
     weights_bytes = 12 * sum(math.prod(shape) for shape in shapes.values())
     least = weights_bytes + 2 * num_tokens * spec.num_layers * width
     if least > free_bytes:

@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from underpar.core.run_folder import RunFolder, write_atomic
+from underpar.core.run_folder import RunFolder, write_atomic, writing
 from underpar.core.runtime import Runtime
 from underpar.core.versions import device_name, processor_name, versions
 from underpar.data.folder import hash_file
@@ -270,7 +270,8 @@ class Evidence:
         entry = {"kind": kind, **body}
         entry |= {"hash": next_hash(before, entry)}
         self.entries.append(entry)
-        with self.folder.evidence_file.open("a") as file:
+        path = self.folder.evidence_file
+        with writing(path), path.open("a") as file:
             file.write(json.dumps(entry) + "\n")
             if kind == "checkpoint":
                 # To disk before the checkpoint is.

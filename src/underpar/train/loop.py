@@ -292,8 +292,8 @@ class Trainer:
         text = json.dumps(line) + "\n"
         with writing(self.folder.metrics_file), self.folder.metrics_file.open("a") as file:
             file.write(text)
+        self.evidence.add_metrics(text, self.weights())
         with writing(self.folder.path):
-            self.evidence.add_metrics(text, self.weights())
             self.events.write(line["step"], line)
 
     def _stop_if_broken(self, loss: torch.Tensor) -> None:
