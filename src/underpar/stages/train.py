@@ -64,8 +64,17 @@ def train(
     recipe = resolve_levers(recipe)
     data = load_data(data_path)
     _check_tokenizer(recipe, data.tokenizer, data_path)
-    with process_group(runtime), lock_on_main(folder.path, runtime, create=True):
-        return _train(recipe, data_path, data, folder, runtime, progress, reference, num_kept)
+
+    def refuse() -> None:
+        shapes = weight_shapes(recipe)
+        require_packable(recipe, shapes, data.tokenizer.content)
+        require_memory(recipe, shapes, free_memory_bytes(runtime.device))
+
+    with process_group(runtime):
+        # Before the folder is made. A refusal of the main rank ends the other ranks too.
+        ask_main(refuse, runtime)
+        with lock_on_main(folder.path, runtime, create=True):
+            return _train(recipe, data_path, data, folder, runtime, progress, reference, num_kept)
 
 
 def _train(
@@ -102,14 +111,8 @@ def _train(
             task.update(spent_share(recipe.train, line), remark.add(line))
             return stopped is not None
 
-        def prepare() -> None:
-            shapes = weight_shapes(recipe)
-            require_packable(recipe, shapes, data.tokenizer.content)
-            require_memory(recipe, shapes, free_memory_bytes(runtime.device))
-            begin_run(folder, recipe, data_path, data, runtime)
-
         # Only the main rank prepares the folder; its refusal ends the other ranks too.
-        ask_main(prepare, runtime)
+        ask_main(lambda: begin_run(folder, recipe, data_path, data, runtime), runtime)
         finished = make_trainer(recipe, data, folder, runtime, num_kept).run(on_step)
         if finished and needs_calibration(recipe):
             task.update(1, "calibrating")
