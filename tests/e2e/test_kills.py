@@ -51,7 +51,7 @@ def essence(path: Path) -> Any:
 
 def outcome(folder: Path) -> dict[str, Any]:
     """What all finished files say; reading them shows that they are whole."""
-    files = [f for f in folder.rglob("*") if f.is_file() and not is_passing(f)]
+    files = [f for f in folder.rglob("*") if f.is_file() and not is_passing(f.relative_to(folder))]
     return {str(f.relative_to(folder)): essence(f) for f in files}
 
 
@@ -130,6 +130,10 @@ class Road:
             assert end.code in (*ENDED, -9), end.output
             num_killed += end.code == -9
             left = outcome(self.work)
+            # A kill between the two renames of an exchange: the old folder has its other name.
+            aside = self.work / ".data.underpar-old"
+            if aside.exists() and not (self.work / "data").exists():
+                left |= {f"data/{name}": value for name, value in outcome(aside).items()}
             for name, before in earlier.items():
                 assert left[name] in (before, wanted[name]), f"{stage} lost {name}"
         [end] = self.killer.run(self.stages[stage])

@@ -27,6 +27,7 @@ from underpar.core.dist import (
     require_on_main,
     require_same,
 )
+from underpar.core.locks import lock_on_main
 from underpar.core.run_folder import RunFolder
 from underpar.core.runtime import Runtime, open_runtime
 from underpar.core.tensor_files import read_tensors
@@ -181,6 +182,12 @@ def test_work_of_the_main_rank_that_fails_ends_all(answers: list[dict[str, Any]]
     ]
 
 
+def test_a_run_in_use_is_refused_by_all_ranks(answers: list[dict[str, Any]]) -> None:
+    main, other = (a["in use"] for a in answers)
+    assert main.startswith("RunError: ") and "run is in use by process" in main
+    assert other == "RunError: rank 1 stops: the main rank failed, and says why"
+
+
 def test_ranks_that_train_different_things_are_refused(answers: list[dict[str, Any]]) -> None:
     message = "RunError: rank 1 has data 1, the main rank data 0; give every node the same"
     assert all(a["differing"].startswith(message) for a in answers)
@@ -268,8 +275,14 @@ def meet_situations(data: Path, folder: Path, runtime: Runtime) -> dict[str, Any
         "failed": error_of(lambda: ask_main(fill_disk, runtime)),
         "differing": error_of(lambda: require_same(f"data {runtime.rank}", runtime)),
         "misplaced": error_of(lambda: require_on_main(own_file, runtime)),
+        "in use": error_of(lambda: lock_twice(folder / "run", runtime)),
         "broken": error_of(lambda: break_loss(data, folder, runtime)),
     }
+
+
+def lock_twice(folder: Path, runtime: Runtime) -> None:
+    with lock_on_main(folder, runtime), lock_on_main(folder, runtime):
+        pass
 
 
 def fill_disk() -> None:
