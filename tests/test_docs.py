@@ -11,6 +11,7 @@ import pytest
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
+from underpar.audit.rules import RULES
 from underpar.cli import app
 
 ROOT = Path(__file__).parents[1]
@@ -111,6 +112,14 @@ def test_python_compiles(sample: Shown) -> None:
 @pytest.mark.parametrize("sample", blocks("toml"), ids=str)
 def test_toml_parses(sample: Shown) -> None:
     assert tomllib.loads(sample.text)
+
+
+def test_the_page_on_proof_names_every_rule() -> None:
+    page = (ROOT / "docs" / "proof.md").read_text()
+    table = page.partition("## What is computed again")[2].partition("\n## ")[0]
+    cells = [line.split("|")[2] for line in table.splitlines() if line.startswith("| ")]
+    named = {name.strip() for cell in cells[1:] for name in cell.split(",")}
+    assert set(RULES) <= named
 
 
 def test_the_pages_show_something() -> None:

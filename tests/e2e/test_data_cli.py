@@ -11,7 +11,7 @@ import pytest
 from commands import invoke, run, run_json
 from fake_hub import FakeHub, serve
 from small_data import contents, edit_manifest, prose, write_file, write_jsonl, write_published
-from underpar.data.folder import load_data
+from underpar.data.folder import data_sha256, load_data
 from underpar.data.tokens.byte260 import CONTENT, ByteTokenizer
 
 PLAIN = ("--recipe", "baseline")
@@ -101,9 +101,11 @@ def test_build_refuses_in_one_line(docs: Path, tmp_path: Path, fails: Fails) -> 
 
 
 def test_inspect_checks_all_of_it(folder: Path, tmp_path: Path, fails: Fails) -> None:
+    data = load_data(folder)
     manifest = run_json("data", "inspect", folder)
-    assert manifest == load_data(folder).manifest
+    assert manifest == data.manifest | {"data_sha256": data_sha256(data)}
     output = run("data", "inspect", folder)
+    assert f"SHA-256 {data_sha256(data)}" in output
     assert f"{manifest['val']['bytes']:,}" in output
     broken = Path(shutil.copytree(folder, tmp_path / "broken"))
     shard = broken / "val.shard"

@@ -87,10 +87,16 @@ def data_inspect(data: DataFolderPath, json: Json = False) -> None:
 
     \b
     underpar data inspect data
-    """
-    from underpar.data.folder import load_data
 
-    _show_manifest(data, load_data(data).manifest, json)
+    The SHA-256 names tokenizer and tokens: give it to 'underpar audit --expect-data'.
+    """
+    from underpar.data.folder import data_sha256, load_data
+
+    folder = load_data(data)
+    sha256 = data_sha256(folder)
+    _show_manifest(data, folder.manifest | {"data_sha256": sha256}, json)
+    if not json:
+        OUT.print(f"SHA-256 {sha256}")
 
 
 @data_app.command("audit")
