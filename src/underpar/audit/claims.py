@@ -58,7 +58,9 @@ class Claims:
 
 def read_claims(folder: RunFolder, recipe: Recipe, artifact_sha256: str) -> Claims:
     """The score files of a run; `recipe` and the SHA-256 are those of its artifact."""
-    scores, trees, refused = {}, {}, {}
+    scores: dict[str, Score] = {}
+    trees: dict[str, Mapping[str, Any]] = {}
+    refused: dict[str, str] = {}
     for path in folder.score_files():
         try:
             tree = folder.read_json(path)

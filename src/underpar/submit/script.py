@@ -36,7 +36,7 @@ def write_script(folder: RunFolder, recipe: Recipe, artifact_sha256: str) -> Non
     script = bundle(counted_recipe(recipe, scores))
     write_atomic(folder.script_file, script)
     if folder.budget_file.is_file():
-        tree = folder.read_fields(folder.budget_file)
-        data, cap_bytes = folder.artifact_file.read_bytes(), tree.count("cap_bytes")
+        old = folder.read_fields(folder.budget_file)
+        data, cap_bytes = folder.artifact_file.read_bytes(), old.count("cap_bytes")
         budget = read_budget(data, len(script), cap_bytes)
-        write_json(folder.budget_file, {**tree.values, **budget.as_dict()})
+        write_json(folder.budget_file, {**old.values, **budget.as_dict()})

@@ -111,6 +111,7 @@ def leave_out(data: Path, share: float) -> None:
     tokenizer = data / "tokenizer.model"
     shutil.copy(tokenizer, source.parent / "t.model")
     options = BuildOptions(None, tokenizer=source.parent / "t.model")
+    shutil.rmtree(data)
     build_data([source], data, options)
 
 
