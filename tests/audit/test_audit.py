@@ -88,7 +88,7 @@ def test_missing_scores_are_not_shown_and_never_a_pass(case: Case) -> None:
     empty = dataclasses.replace(case, scores={}, claims={})
     verdicts = {f.rule: f.verdict for f in run_audit(empty)}
     unshown = {"score files", "coverage", "bytes", "score before update", "order"}
-    unshown |= {"script", "reproduction", "scoring time", "coded bits"}
+    unshown |= {"script", "memorization", "reproduction", "scoring time", "coded bits"}
     assert {rule for rule, verdict in verdicts.items() if verdict == NOT_SHOWN} == unshown
     assert FAIL not in verdicts.values()
 

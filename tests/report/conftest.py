@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from underpar.audit.case import hash_files
+from underpar.audit.rules import RULES
 from underpar.core.run_folder import RunFolder
 
 ARTIFACT = b"packed model"
@@ -79,14 +81,23 @@ def budget_tree() -> dict[str, Any]:
 
 
 def audit_tree(verdict: str = "pass") -> dict[str, Any]:
+    """An audit with all rules, by default of the default files."""
     finding = {
-        "rule": "coverage",
         "verdict": verdict,
         "summary": "610 targets, each priced once",
         "evidence": {"targets": 61_000, "sums": [1.0, 0.5], "ledgers": {"plain": True}},
         "seconds": 1.25,
     }
-    return {"artifact_sha256": SHA256, "verdict": verdict, "findings": [finding]}
+    return {
+        "artifact_sha256": SHA256,
+        "data_sha256": "feed" * 16,
+        "profile": "strict",
+        "limits": {"cap_bytes": 16_000_000, "train_seconds": 600.0, "score_seconds": 600.0},
+        "num_documents": 0,
+        "code_tokens": 0,
+        "verdict": verdict,
+        "findings": [{"rule": rule, **finding} for rule in RULES],
+    }
 
 
 def about_tree() -> dict[str, Any]:
@@ -126,8 +137,14 @@ def make_run(tmp_path: Path) -> MakeRun:
             value = changes.get(key, default)
             if key == "metrics" and isinstance(value, list):
                 value = "".join(json.dumps(line) + "\n" for line in value)
+            if key == "audit" and isinstance(value, dict):
+                continue
             if value is not None:
                 path.write_text(value if isinstance(value, str) else json.dumps(value))
+        # The audit is of the files that lie there, unless it says otherwise.
+        audit = changes.get("audit", audit_tree())
+        if isinstance(audit, dict):
+            folder.audit_file.write_text(json.dumps({"files": hash_files(folder)} | audit))
         return folder
 
     return make

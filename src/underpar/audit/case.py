@@ -14,8 +14,17 @@ from underpar.artifact.unpack import Artifact
 from underpar.codec.stream import Codec
 from underpar.core.run_folder import RunFolder
 from underpar.core.runtime import Runtime
-from underpar.data.folder import DataFolder, hash_file
+from underpar.data.folder import (
+    MANIFEST_NAME,
+    SPLITS,
+    TOKENIZER_NAME,
+    DataFolder,
+    hash_file,
+    read_manifest,
+    shard_name,
+)
 from underpar.data.shards import Shard
+from underpar.data.tokens.tokenizer import read_model
 from underpar.errors import RuleError
 from underpar.infer.predictor import Predictor
 from underpar.infer.tilt import Mixture
@@ -36,6 +45,17 @@ def hash_files(folder: RunFolder) -> dict[str, str]:
     A verdict holds for these files: a report of other files does not show it.
     """
     return {file.name: hash_file(file) for file in folder.judged_files()}
+
+
+def changed_data_files(folder: Path, data: DataFolder) -> list[str]:
+    """Names of files that are no longer those from which `data` was read."""
+    stated = {
+        shard_name(split): hash_file(folder / shard_name(split)) == data.manifest[split]["sha256"]
+        for split in SPLITS
+    }
+    stated[TOKENIZER_NAME] = read_model(folder / TOKENIZER_NAME) == data.tokenizer.content
+    stated[MANIFEST_NAME] = read_manifest(folder) == data.manifest
+    return [name for name, is_same in stated.items() if not is_same]
 
 
 @dataclass(frozen=True)
@@ -70,6 +90,8 @@ class Case:
     """Everything the rules look at."""
 
     folder: RunFolder
+    # Of the artifact as it was read, which is the one that every rule judges.
+    artifact_sha256: str
     recipe: Recipe
     artifact: Artifact
     # A predictor whose matrix products run in the given precision; fp32 without one.

@@ -1,32 +1,68 @@
 """Rules on the text: whose data they are, how many bytes they have, and that nothing leaked.
 
-No audit of a folder can prove that training saw no other text. `identity` and `splits` show that
-the named data are clean; only repeated training steps (retrain.py) tie the weights to them.
+No audit of a folder can prove that training saw no other text. `identity`, `splits` and
+`memorization` show that the named data are clean and that the held-out text is no easier than the
+training text; only repeated training steps (retrain.py) tie the weights to the data.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
+import math
+import unicodedata
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from underpar.audit.case import Case
 from underpar.audit.finding import DEVIATION, PASS, Finding, judge, not_shown
+from underpar.audit.probes import pick_documents
+from underpar.build.levers import plug_levers
+from underpar.build.model import weight_shapes
 from underpar.data.build import labelled_documents
-from underpar.data.duplicates import NearSettings, audit_duplicates
-from underpar.data.folder import SPLITS, data_identity, data_sha256, hash_file, max_natural_copies
-from underpar.data.shards import Shard
-from underpar.data.sources.corpus import Reading
+from underpar.data.duplicates import NearSettings, exact_duplicates, find_duplicates
+from underpar.data.folder import (
+    data_identity,
+    data_sha256,
+    hash_file,
+    max_natural_copies,
+    sidecar_name,
+)
+from underpar.data.shards import CHANGED, Shard
+from underpar.data.sources.corpus import Reading, is_held_out
 from underpar.data.tokens.tokenizer import Tokenizer
-from underpar.recipe import Recipe, read_recipe_file, to_tree
+from underpar.data.value_files import open_values
+from underpar.recipe import Recipe, read_recipe_file, to_toml, to_tree
+from underpar.score.ledger import Entry
+from underpar.score.method import PLAIN
 
-# Web text repeats itself: so large a share of the held-out documents may have copies in training.
-NATURAL_SHARE = 0.005
-# A near copy has this similarity. A passage is a copy too: half of a document's runs of words.
-COPIES = NearSettings(threshold=0.7, threshold_containment=0.5)
-# Sections of a recipe that packing leaves as they were trained.
-TRAINED_SECTIONS = ("model", "train")
+# Web text repeats itself: copies may hold so large a share of the held-out bytes, and may lower the
+# score by so large a share.
+NATURAL_SHARE, NATURAL_GAIN = 0.005, 0.001
+# A copy shares so many of the sets of three neighboring words with one training document, or of the
+# sets of eight with all of them. In two English corpora the most that documents of both splits
+# share by chance or by quoting is 0.50 and 0.41 (36 MB of training text).
+COPIES = NearSettings(
+    threshold=0.7,
+    shingle_words=3,
+    threshold_shared=0.6,
+    threshold_containment=0.5,
+    containment_words=8,
+    any_order=True,
+)
+# A piece of the tokenizer of more bytes holds text rather than a word.
+LONGEST_PIECE_BYTES = 64
+# A lossy tokenizer may change so large a share of the documents beyond NFKC and spaces.
+LOSSY_SHARE = 0.01
+# How many standard deviations are no chance. Five: 3 of 10 million honest runs.
+SIGMAS = 5.0
+# Of so uneven a text, no comparison of documents says much.
+LARGEST_SHARE = 0.5
+# The most training documents that are scored to compare them with the held-out ones.
+TRAINING_SAMPLE = 64
 
 
 def identity(case: Case) -> Finding:
@@ -36,10 +72,19 @@ def identity(case: Case) -> Finding:
     named = {"run.json": about.get("data_identity")}
     named |= {f"score-{m}.json": claim.get("data_identity") for m, claim in case.claims.items()}
     wrong = [name for name, value in named.items() if value != audited]
-    recipe = read_recipe_file(case.folder.need(case.folder.recipe_file))
-    if about.get("recipe_hash") != recipe.hash:
+    file = case.folder.need(case.folder.recipe_file)
+    recipe = read_recipe_file(file)
+    # A base, or a key that the resolved recipe does not have, would be shown and not used.
+    if about.get("recipe_hash") != recipe.hash or file.read_bytes() != to_toml(recipe).encode():
         wrong.append("recipe.toml")
     wrong += _other_settings(recipe, case.recipe)
+    tokenizer = case.folder.need(case.folder.tokenizer_file)
+    wrong += [tokenizer.name] if tokenizer.read_bytes() != case.data.tokenizer.content else []
+    counted = {
+        "num_weights": sum(math.prod(shape) for shape in weight_shapes(recipe).values()),
+        "train_tokens": case.data.train.num_tokens,
+    }
+    wrong += [f"{key} of run.json" for key, value in counted.items() if about.get(key) != value]
     expected = case.limits.data_sha256
     if expected and sha256 != expected.lower():
         wrong.append(f"data SHA-256 (expected {expected})")
@@ -56,16 +101,33 @@ def identity(case: Case) -> Finding:
 
 
 def _other_settings(trained: Recipe, packed: Recipe) -> list[str]:
-    """What the artifact's recipe says otherwise than the run's, quantization aside."""
+    """What the artifact's recipe says otherwise than the run's.
+
+    Packing chooses how weights are rounded, and fits the numbers of some levers.
+    """
     ours, theirs = to_tree(trained), to_tree(packed)
-    wrong = [f"[{name}] of model.upar" for name in TRAINED_SECTIONS if ours[name] != theirs[name]]
-    if set(ours["levers"]) != set(theirs["levers"]):
-        wrong.append("[levers] of model.upar")
+    sections = [name for name in ours if name not in ("quant", "levers")]
+    wrong = [f"[{name}] of model.upar" for name in sections if ours[name] != theirs[name]]
+    for name in sorted({*ours["levers"], *theirs["levers"]}):
+        fitted = _fitted_keys(trained, name)
+        tables = [tree["levers"].get(name) for tree in (ours, theirs)]
+        kept = [t and {k: v for k, v in t.items() if k not in fitted} for t in tables]
+        if kept[0] != kept[1]:
+            wrong.append(f"[levers.{name}] of model.upar")
     return wrong
 
 
+def _fitted_keys(recipe: Recipe, name: str) -> tuple[str, ...]:
+    """The settings of a lever that packing fits: those of the seam `classes`."""
+    lever = plug_levers(recipe, "infer").get(name)
+    return ("scales", "biases") if hasattr(lever, "classes") else ()
+
+
 def byte_count(case: Case) -> Finding:
-    """R13: the denominator is the size of the raw text, counted again from the text itself."""
+    """R13: the denominator is the size of the raw text, counted again from the text itself.
+
+    The tokens are those that the tokenizer makes of the text: other tokens could be cheaper ones.
+    """
     if not case.scores:
         return not_shown("bytes", "no score file in the run")
     shard, tokenizer = case.data.val, case.data.tokenizer
@@ -74,6 +136,7 @@ def byte_count(case: Case) -> Finding:
     num_wrong, decoded_bytes = undecoded(shard, tokenizer)
     wrong = [f"{num_wrong} held-out documents do not decode to their text"] if num_wrong else []
     wrong += [f"score-{m}.json counts other bytes" for m, agrees in ledgers.items() if not agrees]
+    wrong += _other_tokens(case)
     source = _source_differs(case)
     wrong += [source] if source else []
     told = f"{sum(stated)} bytes in {shard.num_documents} documents"
@@ -82,25 +145,53 @@ def byte_count(case: Case) -> Finding:
         "source": "missing" if source is None else "read",
         "ledgers_agree": ledgers,
     }
-    if not tokenizer.lossless and all(ledgers.values()) and not source:
-        why = "the tokenizer is lossy: not all of the text can be decoded (D8)"
-        return Finding("bytes", DEVIATION, f"{told}; {why}", evidence)
     if not wrong and source is None and not case.limits.data_sha256:
         why = "their source text is missing; give --data a folder with it, or --expect-data"
         return not_shown("bytes", f"{told} decode to their text, but {why}", **evidence)
+    if not wrong and not tokenizer.lossless:
+        why = "the tokenizer is lossy: not all of the text can be decoded (D8)"
+        return Finding("bytes", DEVIATION, f"{told}; {why}", evidence)
     said = "; ".join(wrong) or "decoded, hashed and counted again"
     return judge("bytes", not wrong, f"{told}: {said}", **evidence)
 
 
 def undecoded(shard: Shard, tokenizer: Tokenizer) -> tuple[int, int]:
-    """Documents whose tokens are not the text that the shard names, and the bytes of all texts."""
+    """Documents whose tokens are not the text that the shard names, and the bytes of all texts.
+
+    A lossy tokenizer changes the documents that the shard marks.
+    """
     wrong = total = 0
     for index in range(shard.num_documents):
         text = tokenizer.decode(shard.doc(index))
+        total += len(text)
+        if not tokenizer.lossless and shard.flags[index] & CHANGED:
+            continue
         digest = hashlib.sha256(text).digest()
         wrong += len(text) != shard.doc_bytes[index] or digest != shard.doc_hashes[index].tobytes()
-        total += len(text)
     return wrong, total
+
+
+def _other_tokens(case: Case) -> list[str]:
+    """A10, A27: held-out tokens and source bytes of tokens that the tokenizer does not make."""
+    shard, tokenizer = case.data.val, case.data.tokenizer
+    longest = max(len(tokenizer.written([i])) for i in range(tokenizer.vocab_size))
+    wrong = []
+    if longest > LONGEST_PIECE_BYTES:
+        wrong.append(f"a piece of the tokenizer holds {longest} bytes of text")
+    # Published tokens were made by other programs; their few differences are no choice of the run.
+    if not tokenizer.lossless or "reading" not in case.data.manifest:
+        return wrong
+    texts = [
+        tokenizer.decode(shard.doc(i)).decode(errors="replace") for i in range(len(shard.starts))
+    ]
+    pieces = tokenizer.encode_texts(texts)
+    if not np.array_equal(pieces.tokens, shard.tokens):
+        wrong.append("the tokenizer makes other tokens of the held-out text")
+    elif case.data.manifest["val"].get("ledger") == "sidecar":
+        stated = open_values(case.data_path / sidecar_name("val"))
+        if not np.array_equal(pieces.source_bytes, stated):
+            wrong.append(f"{sidecar_name('val')} gives other bytes to tokens")
+    return wrong
 
 
 def _source_differs(case: Case) -> str | None:
@@ -113,40 +204,200 @@ def _source_differs(case: Case) -> str | None:
     if not all(file.is_file() and hash_file(file) == sha256 for file, sha256 in files):
         return None
     split, reading = manifest["split"], Reading(**manifest["reading"])
-    source = {name: Counter[bytes]() for name in SPLITS}
-    for name, digest, _ in labelled_documents(manifest["inputs"], split["fraction"], reading):
-        source[name][digest] += 1
-    shards = {"train": case.data.train, "val": case.data.val}
-    for name, shard in shards.items():
-        here = Counter(row.tobytes() for row in shard.doc_hashes)
-        if num_other := (here - source[name]).total() + (source[name] - here).total():
-            return f"{num_other} documents of {name} differ from those of the source"
+    hashes: dict[str, list[bytes]] = {"train": [], "val": []}
+    num_held_out = num_changed = 0
+    for name, digest, document in labelled_documents(
+        manifest["inputs"], split["fraction"], reading
+    ):
+        hashes[name].append(digest)
+        if name == "val" and not case.data.tokenizer.lossless:
+            decoded = _decode(case, num_held_out)
+            num_changed += _plain(document.text) != _plain(decoded)
+            num_held_out += 1
+    for name, shard in (("train", case.data.train), ("val", case.data.val)):
+        if b"".join(hashes[name]) != shard.doc_hashes.tobytes():
+            return f"the documents of {name}, or their order, differ from those of the source"
+    if num_changed > LOSSY_SHARE * num_held_out:
+        return f"the tokenizer changes {num_changed} held-out documents beyond NFKC and spaces"
     return ""
 
 
+def _decode(case: Case, index: int) -> str:
+    shard = case.data.val
+    if index >= shard.num_documents:
+        return ""
+    return case.data.tokenizer.decode(shard.doc(index)).decode(errors="replace")
+
+
+def _plain(text: str) -> str:
+    """The text as published tokenizers normalize it: NFKC, and one space for white space."""
+    return " ".join(unicodedata.normalize("NFKC", text).split())
+
+
 def splits(case: Case) -> Finding:
-    """R06, A13: no held-out document is in training: not exactly, not nearly, not in pieces."""
+    """R06, R12, A13: the split rule holds, and no held-out document is in training.
+
+    A copy counts if it is exact, or nearly so, in any order of words, or in pieces.
+    """
     data, tokenizer = case.data, case.data.tokenizer
-    num_wrong = undecoded(data.train, tokenizer)[0] if tokenizer.lossless else 0
-    result = audit_duplicates(data.train, data.val, tokenizer.decode, COPIES)
-    exact, near, half = (
-        result["exact"]["num_across"],
-        result["near"]["num_val_documents"],
-        result["overlap"]["num_val_documents"],
+    wrong = _breaks_split_rule(case)
+    if num_undecoded := undecoded(data.train, tokenizer)[0]:
+        wrong.append(f"{num_undecoded} training documents do not decode to their text")
+    exact = exact_duplicates(data.train, data.val)
+    if len(exact.across) > max_natural_copies(data.val.num_documents):
+        wrong.append("too many exact copies")
+    inside, _ = find_duplicates(data.val, data.val, tokenizer.decode, COPIES)
+    num_repeats = len({pair.val for pair in inside if pair.train < pair.val})
+    if num_repeats > max(1, NATURAL_SHARE * data.val.num_documents):
+        wrong.append(f"{num_repeats} held-out documents repeat others")
+    pairs, overlaps = find_duplicates(data.train, data.val, tokenizer.decode, COPIES)
+    quoted = _more_quoted(case)
+    near, pieces = {pair.val for pair in pairs}, {overlap.val for overlap in overlaps}
+    copied = near | pieces | {val for _, val in exact.across}
+    share = float(data.val.doc_bytes[sorted(copied)].sum() / max(1, data.val.num_bytes))
+    if share > NATURAL_SHARE:
+        wrong.append(f"copies hold {100 * share:.2f} % of the held-out bytes")
+    if quoted > SIGMAS:
+        wrong.append("training holds more of the held-out text than of other training text")
+    gain = _gain(case, copied)
+    if gain > NATURAL_GAIN:
+        wrong.append(f"without copies the score is {100 * gain:.2f} % worse")
+    told = (
+        f"of {data.val.num_documents} held-out documents training has {len(exact.across)} exactly, "
+        f"{len(near)} nearly and half of {len(pieces)} in pieces"
     )
-    num_val = data.val.num_documents
-    natural = NATURAL_SHARE * num_val
-    holds = exact <= max_natural_copies(num_val) and max(near, half) <= natural
     finding = judge(
         "splits",
-        holds and not num_wrong,
-        f"of {num_val} held-out documents training has {exact} exactly, {near} nearly and half of "
-        f"{half} in pieces; {num_wrong} training documents do not decode to their text",
-        exact=exact,
-        near=near,
-        undecoded=num_wrong,
-        in_pieces=half,
+        not wrong,
+        "; ".join([told, *wrong]),
+        exact=len(exact.across),
+        near=len(near),
+        in_pieces=len(pieces),
+        copied_share=share,
+        copied_gain=gain,
+        repeated=num_repeats,
+        sigmas_more_quoted=quoted,
+        wrong=wrong,
     )
     if finding.verdict == PASS and not tokenizer.lossless:
         return not_shown("splits", f"{finding.summary}, which a lossy tokenizer cannot show")
+    if finding.verdict == PASS and _is_chosen(case):
+        why = "files decide what is held out; --expect-data shows that nobody chose them for a run"
+        return not_shown("splits", f"{finding.summary}; {why}", **finding.evidence)
     return finding
+
+
+def _is_chosen(case: Case) -> bool:
+    """Whether the held-out documents are those that somebody chose, and not expected ones."""
+    return case.data.manifest["split"]["fraction"] is None and not case.limits.data_sha256
+
+
+def _breaks_split_rule(case: Case) -> list[str]:
+    """What a split by hash rules out; files that decide for themselves rule out nothing."""
+    fraction = case.data.manifest["split"]["fraction"]
+    if fraction is None:
+        return []
+    wrong = []
+    hashes = {"train": case.data.train.doc_hashes, "val": case.data.val.doc_hashes}
+    texts = {name: {row.tobytes() for row in rows} for name, rows in hashes.items()}
+    misplaced = [d for d in texts["train"] if is_held_out(d, fraction)]
+    misplaced += [d for d in texts["val"] if not is_held_out(d, fraction)]
+    if misplaced:
+        wrong.append(f"the hash of {len(misplaced)} documents belongs to the other split")
+    # Hashes are random: documents that were taken out of one split leave too few of it.
+    number, held_out = sum(map(len, texts.values())), len(texts["val"])
+    spread = math.sqrt(number * fraction * (1 - fraction))
+    if abs(held_out - number * fraction) > SIGMAS * spread:
+        wrong.append(f"{held_out} of {number} texts are held out, expected {number * fraction:.0f}")
+    return wrong
+
+
+def _more_quoted(case: Case) -> float:
+    """By how many standard deviations training holds more of held-out than of other documents.
+
+    Documents of both splits are drawn alike, so training holds passages of a held-out document as
+    often as of a training document that is left out. This sees copies of parts, too.
+    """
+    data, everything = case.data, replace(COPIES, threshold_containment=0.0)
+    number = min(data.train.num_documents // 2, TRAINING_SAMPLE)
+    chosen = sorted(map(int, case.rng.choice(data.train.num_documents, number, replace=False)))
+    rest = _Others(**vars(data.train), left_out=frozenset(chosen))
+    shares = []
+    for train, shard in ((data.train, data.val), (rest, pick_documents(data.train, chosen))):
+        share = np.zeros(shard.num_documents)
+        for overlap in find_duplicates(train, shard, data.tokenizer.decode, everything)[1]:
+            share[overlap.val] = overlap.share
+        shares.append(share)
+    return _sigmas_above(shares[0], shares[1])
+
+
+@dataclass(frozen=True, eq=False)
+class _Others(Shard):
+    """A shard in which some documents are empty."""
+
+    left_out: frozenset[int]
+
+    def doc(self, index: int) -> np.ndarray:
+        """Tokens of one document."""
+        return super().doc(index)[: 1 if index in self.left_out else None]
+
+
+def _sigmas_above(ours: np.ndarray, theirs: np.ndarray) -> float:
+    """By how many standard deviations the mean of `ours` is above that of `theirs`."""
+    if min(len(ours), len(theirs)) < 2:
+        return 0.0
+    error = math.sqrt(sum(values.var(ddof=1) / len(values) for values in (ours, theirs)))
+    return float((ours.mean() - theirs.mean()) / error) if error else 0.0
+
+
+def _gain(case: Case, copied: set[int]) -> float:
+    """The share by which the plain score rises without some documents."""
+    if not copied or PLAIN.label not in case.scores:
+        return 0.0
+    entries = case.scores[PLAIN.label].entries
+    rest = [entry for entry in entries if entry.document not in copied]
+    return _rate(rest) / _rate(entries) - 1 if rest else math.inf
+
+
+def _rate(entries: Iterable[Entry]) -> float:
+    rows = list(entries)
+    return math.fsum(e.bits for e in rows) / max(1, sum(e.num_bytes for e in rows))
+
+
+def memorization(case: Case) -> Finding:
+    """A25: held-out text is no cheaper than training text.
+
+    A split by hash draws the documents of both splits alike, so held-out text that is cheaper was
+    trained on, or chosen because it is easy. Files that decide the split may hold easier text.
+    """
+    if PLAIN.label not in case.scores:
+        return not_shown("memorization", "no plain score in the run")
+    plain, train = case.scores[PLAIN.label], case.data.train
+    number = min(train.num_documents, case.num_documents or TRAINING_SAMPLE)
+    chosen = sorted(map(int, case.rng.choice(train.num_documents, number, replace=False)))
+    again = case.repeat(plain, pick_documents(train, chosen))
+    sigmas = _sigmas_cheaper(plain.entries, again.entries)
+    evidence = {
+        "held_out_bpb": _rate(plain.entries),
+        "training_bpb": _rate(again.entries),
+        "sigmas_cheaper": sigmas,
+    }
+    told = (
+        f"held-out text {_rate(plain.entries):.4f} bits per byte, {number} random training "
+        f"documents {_rate(again.entries):.4f}: cheaper by {sigmas:.1f} standard deviations"
+    )
+    if sigmas > SIGMAS and case.data.manifest["split"]["fraction"] is None:
+        return not_shown("memorization", f"{told}; its files may be easier ones", **evidence)
+    largest = case.data.val.doc_bytes.max() / max(1, case.data.val.num_bytes)
+    if sigmas <= SIGMAS and largest > LARGEST_SHARE:
+        why = f"one document holds {100 * largest:.0f} % of the held-out bytes, too few to compare"
+        return not_shown("memorization", f"{told}; {why}", **evidence)
+    return judge("memorization", sigmas <= SIGMAS, told, **evidence)
+
+
+def _sigmas_cheaper(held_out: list[Entry], training: list[Entry]) -> float:
+    """By how many standard deviations the held-out documents are cheaper, by the byte."""
+    rate = _rate([*held_out, *training])
+    # What a document costs beyond its bytes at the common rate; long documents weigh more.
+    costs = [np.array([e.bits - rate * e.num_bytes for e in part]) for part in (training, held_out)]
+    return _sigmas_above(costs[0], costs[1])

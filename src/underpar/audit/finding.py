@@ -44,7 +44,12 @@ def not_shown(rule: str, why: str, **evidence: Any) -> Finding:
 
 def overall(findings: Iterable[Finding], profile: str = STRICT) -> str:
     """The verdict on a run: that of its worst finding. A strict audit fails for a deviation."""
-    verdicts = {finding.verdict for finding in findings}
-    if profile == STRICT and DEVIATION in verdicts:
+    return worst((finding.verdict for finding in findings), profile)
+
+
+def worst(verdicts: Iterable[str], profile: str = STRICT) -> str:
+    """The worst of some verdicts; a deviation is a fail in a strict audit."""
+    several = set(verdicts)
+    if profile == STRICT and DEVIATION in several:
         return FAIL
-    return max(verdicts, key=VERDICTS.index)
+    return max(several, key=VERDICTS.index)

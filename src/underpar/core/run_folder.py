@@ -250,6 +250,7 @@ class RunFolder:
             self.quantized_file,
             self.artifact_file,
             self.script_file,
+            self.budget_file,
             *self.score_files(),
         ]
         return [file for file in files if file.is_file()]

@@ -46,12 +46,18 @@ class NearSettings:
     """Thresholds: similarity of a near duplicate, and share of a validation document in training.
 
     Thirteen words is the length of GPT-3's overlap check (arXiv:2005.14165, appendix C).
+
+    A pair also counts if the training document has `threshold_shared` of the shingles of the
+    validation document, however long it is; no pair reaches the default. With `any_order` a shingle
+    is a set of neighboring words: a text that is written backwards has the same shingles.
     """
 
     threshold: float = 0.7
     shingle_words: int = 5
     threshold_containment: float = 0.05
     containment_words: int = 13
+    threshold_shared: float = 2.0
+    any_order: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.threshold <= 1:
@@ -188,14 +194,15 @@ def audit_duplicates(
     }
 
 
-def shingle_hashes(words: Hashes, num_words: int) -> Hashes:
+def shingle_hashes(words: Hashes, num_words: int, any_order: bool = False) -> Hashes:
     """The distinct shingles of a document, sorted, from the hashes of its words in order."""
     width = min(num_words, len(words))
     if not width:
         return words
     hashes = np.zeros(len(words) - width + 1, dtype=np.uint64)
     for offset in range(width):
-        hashes *= _MULTIPLIER
+        if not any_order:
+            hashes *= _MULTIPLIER
         hashes += words[offset : offset + len(hashes)]
     # Sorting in place is several times as fast as np.unique.
     hashes.sort()
@@ -228,9 +235,9 @@ def _read_words(shard: Shard, decode: Decode, known: _WordHashes) -> Iterator[Ha
 class _ShingleTable:
     """The shingles of many documents, sorted by hash; a row is one shingle of one document."""
 
-    def __init__(self, documents: Sequence[Hashes], num_words: int) -> None:
-        self.num_words = num_words
-        shingles = [shingle_hashes(words, num_words) for words in documents]
+    def __init__(self, documents: Sequence[Hashes], num_words: int, any_order: bool) -> None:
+        self._num_words, self._any_order = num_words, any_order
+        shingles = [self.shingles(words) for words in documents]
         self.sizes = np.array([len(hashes) for hashes in shingles], dtype=np.int64)  # (D,)
         hashes = np.concatenate([np.empty(0, dtype=np.uint64), *shingles])
         order = np.argsort(hashes, kind="stable")
@@ -238,6 +245,10 @@ class _ShingleTable:
         self.owners = np.repeat(np.arange(len(documents)), self.sizes)[order]  # (R,)
         self._has_prefix = np.zeros(1 << _PREFIX_BITS, dtype=bool)
         self._has_prefix[self._hashes >> _PREFIX_SHIFT] = True
+
+    def shingles(self, words: Hashes) -> Hashes:
+        """The shingles of a document, made as those of the table."""
+        return shingle_hashes(words, self._num_words, self._any_order)
 
     def find(self, shingles: Hashes) -> Indices:
         """The rows that hold one of these distinct shingles."""
@@ -247,18 +258,19 @@ class _ShingleTable:
 
 class _NearFinder:
     def __init__(self, val_words: Sequence[Hashes], settings: NearSettings) -> None:
-        self._table = _ShingleTable(val_words, settings.shingle_words)
-        self._threshold = settings.threshold
+        self._table = _ShingleTable(val_words, settings.shingle_words, settings.any_order)
+        self._thresholds = settings.threshold, settings.threshold_shared
         self._pairs: list[NearPair] = []
 
     def visit(self, index: int, words: Hashes) -> None:
         """Compare a training document with all of validation."""
-        shingles = shingle_hashes(words, self._table.num_words)
+        shingles = self._table.shingles(words)
         rows = self._table.find(shingles)
         owners, num_common = np.unique(self._table.owners[rows], return_counts=True)
         shared = num_common / self._table.sizes[owners]
         similarity = num_common / (len(shingles) + self._table.sizes[owners] - num_common)
-        for i in np.flatnonzero(similarity >= self._threshold):
+        least, least_shared = self._thresholds
+        for i in np.flatnonzero((similarity >= least) | (shared >= least_shared)):
             pair = NearPair(index, int(owners[i]), float(similarity[i]), float(shared[i]))
             self._pairs.append(pair)
 
@@ -269,7 +281,7 @@ class _NearFinder:
 
 class _OverlapFinder:
     def __init__(self, val_words: Sequence[Hashes], settings: NearSettings) -> None:
-        self._table = _ShingleTable(val_words, settings.containment_words)
+        self._table = _ShingleTable(val_words, settings.containment_words, settings.any_order)
         self._threshold = settings.threshold_containment
         self._is_seen = np.zeros(len(self._table.owners), dtype=bool)  # (R,)
         self._most_common = np.zeros(len(val_words), dtype=np.int64)  # (D,)
@@ -277,7 +289,7 @@ class _OverlapFinder:
 
     def visit(self, index: int, words: Hashes) -> None:
         """Compare a training document with all of validation."""
-        rows = self._table.find(shingle_hashes(words, self._table.num_words))
+        rows = self._table.find(self._table.shingles(words))
         self._is_seen[rows] = True
         owners, num_common = np.unique(self._table.owners[rows], return_counts=True)
         is_more = num_common > self._most_common[owners]

@@ -106,7 +106,11 @@ class FindingRow:
 
 @dataclass(frozen=True)
 class AuditResult:
-    """All findings on one artifact. The verdict is "of other files" if a judged file changed."""
+    """All findings on one artifact.
+
+    The verdict is "of other files" if a judged file changed since, and "by other rules" if a rule
+    is missing or a limit was wider than those of the contest.
+    """
 
     verdict: str
     artifact_sha256: str
@@ -115,6 +119,10 @@ class AuditResult:
     # Names of files that changed, appeared or were removed since the audit.
     changed: tuple[str, ...]
     findings: tuple[FindingRow, ...]
+    missing: tuple[str, ...] = ()
+    wider: tuple[str, ...] = ()
+    # The random documents on which scores were repeated; 0 stands for all.
+    num_documents: int = 0
 
     def num_findings(self, verdict: str) -> int:
         """Findings with this verdict."""

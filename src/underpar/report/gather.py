@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from underpar.audit.case import hash_files
-from underpar.audit.finding import PASS, VERDICTS
+from underpar.audit.case import DEFAULT_LIMITS, hash_files
+from underpar.audit.finding import PASS, VERDICTS, worst
+from underpar.audit.rules import RULES
 from underpar.core.fields import Fields
 from underpar.core.run_folder import RunFolder
 from underpar.errors import RunError
@@ -29,8 +31,9 @@ from underpar.score.ledger import Entry, Score
 
 # Longest evidence value shown, in characters.
 EVIDENCE_CHARACTERS = 300
-# The verdict that is shown if a judged file is not the one on disk.
-OTHER_FILES = "of other files"
+# Verdicts that are shown in place of the audit's own: a judged file is not the one on disk; rules
+# were left out, or limits were wider than those of the contest.
+OTHER_FILES, OTHER_RULES = "of other files", "by other rules"
 
 
 def gather(folder: RunFolder) -> RunReport:
@@ -189,18 +192,42 @@ def _audit(folder: RunFolder, tree: Fields | None) -> AuditResult | None:
     if tree is None:
         return None
     findings = tuple(_finding(row) for row in tree.rows("findings"))
-    verdict, judged, here = _verdict(tree), tree.table("files").values, hash_files(folder)
-    if verdict == PASS and any(finding.verdict != PASS for finding in findings):
-        raise RunError(f"{tree.file} says pass over a finding that does not; audit again")
+    verdict, profile = _verdict(tree), tree.text("profile")
+    judged, here = tree.table("files").values, hash_files(folder)
+    verdicts = [finding.verdict for finding in findings]
+    judged_as = worst(verdicts, profile) if verdicts else "nothing"
+    if verdict != judged_as:
+        raise RunError(
+            f"{tree.file} says {verdict} over findings that say {judged_as}; audit again"
+        )
     changed = sorted(name for name in {*judged, *here} if judged.get(name) != here.get(name))
+    missing = sorted({*RULES} - {finding.rule for finding in findings})
+    limits = tree.table("limits").values
+    wider = sorted(
+        k for k, v in asdict(DEFAULT_LIMITS).items() if v and not _is_within(limits.get(k), v)
+    )
+    num_documents = tree.count("num_documents")
+    told = [f"{name} {show(limits.get(name))}" for name in wider]
+    # Who chooses the seed knows which documents are drawn.
+    if num_documents and tree.values.get("seed") is not None:
+        told.append("a sample by a seed of choice")
+    if missing or (told and verdict == PASS):
+        verdict = OTHER_RULES
     return AuditResult(
         OTHER_FILES if changed else verdict,
         tree.text("artifact_sha256"),
         tree.text("data_sha256"),
-        tree.text("profile"),
+        profile,
         tuple(changed),
         findings,
+        missing=tuple(missing),
+        wider=tuple(told),
+        num_documents=num_documents,
     )
+
+
+def _is_within(limit: Any, default: float) -> bool:
+    return isinstance(limit, int | float) and 0 < limit <= default
 
 
 def _finding(row: Fields) -> FindingRow:

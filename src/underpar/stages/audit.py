@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,15 @@ import numpy as np
 import torch
 
 from underpar.artifact.unpack import Artifact
-from underpar.audit.case import DEFAULT_LIMITS, Case, Limits, Rescore, hash_files
+from underpar.audit.case import (
+    DEFAULT_LIMITS,
+    Case,
+    Limits,
+    Rescore,
+    changed_data_files,
+    hash_files,
+)
+from underpar.audit.claims import read_claims
 from underpar.audit.finding import STRICT, Finding, overall
 from underpar.audit.order import for_probes
 from underpar.audit.rules import RULES, run_audit
@@ -19,7 +27,7 @@ from underpar.build.artifact import build_tokenizer, read_artifact, require_same
 from underpar.build.model import build_predictor
 from underpar.build.scoring import ScoringRequest, method_of, mixture_of, run_method
 from underpar.codec.stream import Codec
-from underpar.core.fields import Fields, reading
+from underpar.core.fields import Fields
 from underpar.core.locks import lock_folder
 from underpar.core.progress import SILENT, Progress
 from underpar.core.run_folder import RunFolder, write_json
@@ -27,9 +35,9 @@ from underpar.core.runtime import Runtime
 from underpar.core.tensor_files import read_about
 from underpar.data.folder import data_sha256, load_data
 from underpar.data.shards import Shard
-from underpar.errors import RunError, UnderparError
+from underpar.errors import RunError
 from underpar.infer.predictor import Predictor
-from underpar.score.ledger import Score, score_from_dict
+from underpar.score.ledger import Score
 from underpar.score.tally import OnCommit
 from underpar.stages.pack import pack_again
 from underpar.stages.train import make_trainer
@@ -102,13 +110,20 @@ def _audit_run(
             task.update(done, f"{finding.rule}: {finding.verdict}")
 
         findings = run_audit(case, on_rule)
-    if hash_files(folder) != judged:
+    read = case.artifact_sha256 == judged[folder.artifact_file.name]
+    if not read or hash_files(folder) != judged:
         raise RunError(f"files in {folder.path} changed during the audit; audit again")
+    if changed := changed_data_files(case.data_path, case.data):
+        raise RunError(f"{', '.join(changed)} in {case.data_path} changed during the audit")
     verdict = overall(findings, request.profile)
     audited = Audited(verdict, findings, data_sha256(case.data))
     about = {
         "artifact_sha256": judged[folder.artifact_file.name],
         "profile": request.profile,
+        "limits": asdict(request.limits),
+        "num_documents": request.num_documents,
+        "code_tokens": request.code_tokens,
+        "seed": request.seed,
         "files": judged,
         "data": str(case.data_path),
     }
@@ -123,13 +138,14 @@ def open_case(folder: RunFolder, runtime: Runtime, request: AuditRequest) -> Cas
     # Documents in both splits are judged by a rule.
     data = load_data(data_path, refuse_shared=False)
     require_same_tokenizer(artifact, data.tokenizer)
-    scores, claims, refused = _read_scores(folder, artifact, sha256)
+    claims = read_claims(folder, artifact.recipe, sha256)
 
     def open_predictor(dtype: torch.dtype = torch.float32) -> Predictor:
         return build_predictor(artifact, runtime.device, dtype=dtype)
 
     return Case(
         folder=folder,
+        artifact_sha256=sha256,
         recipe=artifact.recipe,
         artifact=artifact,
         open_predictor=open_predictor,
@@ -140,13 +156,13 @@ def open_case(folder: RunFolder, runtime: Runtime, request: AuditRequest) -> Cas
             folder.read_recipe(), data, folder, replace(runtime, compiled=False)
         ),
         pack_again=lambda: pack_again(folder, artifact.recipe.quant, data, runtime),
-        expected_script=lambda: bundle(counted_recipe(artifact.recipe, scores.values())),
+        expected_script=lambda: bundle(counted_recipe(artifact.recipe, claims.scores.values())),
         codec=Codec(open_predictor(), build_tokenizer(artifact), sha256),
         data=data,
         data_path=data_path,
-        scores=scores,
-        claims=claims,
-        refused=refused,
+        scores=claims.scores,
+        claims=claims.trees,
+        refused=claims.refused,
         runtime=runtime,
         spent_seconds=_spent_seconds(folder),
         limits=request.limits,
@@ -212,28 +228,3 @@ def _spent_seconds(folder: RunFolder) -> dict[str, float]:
         if keys[stage] in about.values:
             spent[stage] = about.number(keys[stage])
     return spent
-
-
-def _read_scores(
-    folder: RunFolder, artifact: Artifact, sha256: str
-) -> tuple[dict[str, Score], dict[str, Mapping[str, Any]], dict[str, str]]:
-    """Scores by label, the whole files by label, and files that cannot be judged, with why."""
-    scores: dict[str, Score] = {}
-    claims: dict[str, Mapping[str, Any]] = {}
-    refused: dict[str, str] = {}
-    for path in folder.score_files():
-        try:
-            tree = folder.read_json(path)
-            with reading(path, "score again"):
-                score = score_from_dict(tree)
-                method_of(score, artifact.recipe)
-        except UnderparError as error:
-            refused[path.name] = str(error)
-            continue
-        if tree.get("artifact_sha256") != sha256:
-            refused[path.name] = "it scores another artifact"
-        elif path != folder.score_file(score.method):
-            refused[path.name] = f"it says that it is the score {score.method!r:.40}"
-        else:
-            scores[score.method], claims[score.method] = score, tree
-    return scores, claims, refused

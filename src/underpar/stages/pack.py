@@ -357,9 +357,9 @@ def _pack_run(
     budget = job.budget(data)
     budget.enforce()
     write_atomic(folder.artifact_file, data)
-    write_script(folder, job.recipe)
     digest = {"artifact_sha256": hashlib.sha256(data).hexdigest()}
     write_json(folder.budget_file, {**digest, **budget.as_dict()})
+    write_script(folder, artifact.recipe, digest["artifact_sha256"])
     return budget
 
 

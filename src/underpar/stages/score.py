@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import lzma
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,16 +10,14 @@ from typing import Any
 from underpar.build.artifact import read_artifact, require_same_tokenizer
 from underpar.build.scoring import ScoringRequest, how_of, open_method, run_method
 from underpar.core.dist import process_group
-from underpar.core.fields import reading
 from underpar.core.locks import lock_folder, lock_on_main
 from underpar.core.progress import SILENT, Progress
 from underpar.core.run_folder import RunFolder, write_json
 from underpar.core.runtime import Clock, Runtime
 from underpar.core.versions import device_name
 from underpar.data.folder import data_identity, load_data
-from underpar.data.shards import Shard
-from underpar.data.tokens.tokenizer import Tokenizer
-from underpar.score.ledger import Score, score_from_dict
+from underpar.data.xz import xz_bytes
+from underpar.score.ledger import Score
 from underpar.score.method import PLAIN, Method
 from underpar.score.partial import Partial, forget
 from underpar.submit.script import write_script
@@ -113,20 +110,9 @@ def _score_artifact(
     path = folder.score_file(score.method)
     if runtime.is_main:
         write_json(path, {**about, **score.as_dict()})
-        write_script(folder, artifact.recipe, _scores_of(folder, identity))
+        write_script(folder, artifact.recipe, identity)
     partial.remove()
     return Scored(score, path, about)
-
-
-def _scores_of(folder: RunFolder, artifact_sha256: str) -> list[Score]:
-    """The score files beside an artifact."""
-    scores = []
-    for path in folder.score_files():
-        tree = folder.read_json(path)
-        if tree.get("artifact_sha256") == artifact_sha256:
-            with reading(path, "score again"):
-                scores.append(score_from_dict(tree))
-    return scores
 
 
 def forget_partial(artifact_path: Path, method: Method) -> None:
@@ -134,9 +120,3 @@ def forget_partial(artifact_path: Path, method: Method) -> None:
     folder = RunFolder(artifact_path.parent)
     with lock_folder(folder.path):
         forget(folder.partial_file(method.label))
-
-
-def xz_bytes(shard: Shard, tokenizer: Tokenizer) -> int:
-    """Bytes of `xz -9` over all documents in one file, to compare a score with."""
-    text = b"".join(tokenizer.decode(shard.doc(i)) for i in range(shard.num_documents))
-    return len(lzma.compress(text, preset=9))
