@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ import torch
 from underpar.artifact.unpack import Artifact
 from underpar.audit.case import DEFAULT_LIMITS, Case, Limits, Rescore, hash_files
 from underpar.audit.finding import STRICT, Finding, overall
-from underpar.audit.order import for_probes
+from underpar.audit.kraft import flatten
 from underpar.audit.rules import RULES, run_audit
+from underpar.audit.traces import for_probes
 from underpar.build.artifact import build_tokenizer, read_artifact, require_same_tokenizer
 from underpar.build.model import build_predictor
 from underpar.build.scoring import ScoringRequest, method_of, mixture_of, run_method
@@ -134,6 +136,7 @@ def open_case(folder: RunFolder, runtime: Runtime, request: AuditRequest) -> Cas
         artifact=artifact,
         open_predictor=open_predictor,
         rescore=rescorer(artifact, runtime),
+        rescore_flat=lambda alphabet: rescorer(artifact, runtime, alphabet),
         repeat=repeater(artifact, runtime),
         open_mixture=lambda score: mixture_of(score, artifact.recipe),
         open_trainer=lambda: make_trainer(
@@ -157,13 +160,31 @@ def open_case(folder: RunFolder, runtime: Runtime, request: AuditRequest) -> Cas
     )
 
 
-def rescorer(artifact: Artifact, runtime: Runtime) -> Rescore:
-    """A function that repeats the method of a score on short documents, without its time limit."""
+def rescorer(artifact: Artifact, runtime: Runtime, alphabet: np.ndarray | None = None) -> Rescore:
+    """A function that repeats the method of a score on short documents, without its time limit.
+
+    With an `alphabet` the model is flattened: it knows next to nothing but these tokens.
+    """
+    untouched: Predictor | None = None
+
+    def reopen(*args: Any) -> Predictor:
+        """The artifact's predictor. Building one takes longer than a short text."""
+        nonlocal untouched
+        _, device, adapters, dtype = args
+        if untouched is None:
+            untouched = build_predictor(artifact, device, dtype=dtype)
+        model = deepcopy(untouched.model)
+        if alphabet is not None:
+            flatten(model, alphabet)
+        return type(untouched)(model, device, list(adapters), dtype)
 
     def rescore(score: Score, shard: Shard, on_commit: OnCommit) -> Score:
         method, recipe = method_of(score, artifact.recipe)
         request = ScoringRequest(
-            replace(method, seconds=0.0), runtime.for_probes, on_commit=on_commit
+            replace(method, seconds=0.0),
+            runtime.for_probes,
+            on_commit=on_commit,
+            open_predictor=reopen,
         )
         return run_method(replace(artifact, recipe=for_probes(recipe, shard)), shard, request)
 
