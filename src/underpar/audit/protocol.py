@@ -4,9 +4,9 @@
     for finding in check(mine, documents):
         print(finding.verdict, finding.rule, finding.summary)
 
-`AnyPredictor` is what the field guide (parameter-golf issue 1017) asks of an evaluator, as a scoring
-function. The rules see it from outside: they change the text and compare prices and states. An
-example with comments is in docs/audit.md.
+`AnyPredictor` is what the field guide (parameter-golf issue 1017) asks of an evaluator, as a
+scoring function. The rules see it from outside: they change the text and compare prices and states.
+An example with comments is in docs/audit.md.
 """
 
 from __future__ import annotations
