@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from toy import Toy, toy_text
+
 from underpar.audit.finding import FAIL, NOT_SHOWN, PASS, Finding
 from underpar.audit.protocol import check
 from underpar.audit.traces import Commit

@@ -19,7 +19,7 @@ import torch
 from underpar.audit.traces import Commit, shard_of
 from underpar.data.shards import Shard
 from underpar.kernels.capped import soft_cap
-from underpar.model.gpt import GPT
+from underpar.model.network import Network
 from underpar.seams import BOS_ID
 
 # The most bits that a random text may cost less than its length: 2^-40 is less than one in 10^12.
@@ -31,10 +31,11 @@ OUTSIDE = -30.0
 
 
 @torch.no_grad()
-def flatten(model: GPT, alphabet: np.ndarray) -> None:
+def flatten(model: Network, alphabet: np.ndarray) -> None:
     """Make the prices of a model nearly those of a uniform choice from the alphabet."""
-    model.embedding.weight.mul_(FAINT)
-    outside = torch.full((model.spec.vocab_size,), OUTSIDE, device=model.embedding.weight.device)
+    embedding = model.get_parameter("embedding.weight")
+    embedding.mul_(FAINT)
+    outside = torch.full((model.spec.vocab_size,), OUTSIDE, device=embedding.device)
     outside[torch.from_numpy(alphabet)] = 0.0
     cap = model.hooks.cap or partial(soft_cap, cap=model.spec.softcap)
 
