@@ -66,7 +66,7 @@ def saved_bits(commits: Sequence[Commit], num_tokens: int, num_documents: int) -
     prices = [nats for document, _, nats in commits if document < num_documents]
     num_targets = sum(map(len, prices))
     bits = sum(float(np.sum(nats, dtype=np.float64)) for nats in prices) / np.log(2)
-    return num_targets * float(np.log2(num_tokens)) - bits
+    return float(num_targets * np.log2(num_tokens) - bits)
 
 
 def repeating_text(
