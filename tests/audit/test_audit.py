@@ -15,7 +15,16 @@ from underpar.audit import behaviour, scores
 from underpar.audit.case import Case, Limits
 from underpar.audit.clock import training_time
 from underpar.audit.data import byte_count
-from underpar.audit.finding import FAIL, NOT_SHOWN, PASS, Finding
+from underpar.audit.finding import (
+    DEVIATION,
+    FAIL,
+    NOT_SHOWN,
+    PASS,
+    PRECEDENT,
+    STRICT,
+    Finding,
+    overall,
+)
 from underpar.audit.probes import first_documents
 from underpar.audit.rules import run_audit
 from underpar.audit.scores import coded_bits, coverage, reproduction, score_files
@@ -35,6 +44,8 @@ from underpar.infer.tilt import Mixture
 from underpar.score.ledger import Entry, Score
 from underpar.score.method import PUBLISHED, Method
 from underpar.score.tally import OnCommit
+from underpar.score.ttt.lanes import Hints, LaneBatch
+from underpar.score.ttt.schedule import Chunk
 from underpar.stages.audit import AuditRequest, audit_run, open_case
 from watcher import Watcher
 
@@ -87,7 +98,7 @@ def test_an_honest_run_passes_every_rule(
 def test_missing_scores_are_not_shown_and_never_a_pass(case: Case) -> None:
     empty = dataclasses.replace(case, scores={}, claims={})
     verdicts = {f.rule: f.verdict for f in run_audit(empty)}
-    unshown = {"score files", "coverage", "bytes", "score before update", "order"}
+    unshown = {"score files", "coverage", "bytes", "random text", "score before update", "order"}
     unshown |= {"script", "memorization", "reproduction", "scoring time", "coded bits"}
     assert {rule for rule, verdict in verdicts.items() if verdict == NOT_SHOWN} == unshown
     assert FAIL not in verdicts.values()
@@ -258,14 +269,35 @@ def test_methods_that_can_be_decoded_pass(tiny_run: TinyRun, case: Case, method:
 def test_the_published_order_cannot_be_decoded(tiny_run: TinyRun, case: Case) -> None:
     mine = scored_with(tiny_run, case, Method(("lora_ttt", "tilt"), order=PUBLISHED))
     finding = behaviour.decodable_order(mine)
-    assert finding.verdict == FAIL
+    assert finding.verdict == DEVIATION
+    assert finding.evidence["deviations"] == ["D1", "D2"]
     assert "no decoder could follow lora_ttt+tilt+published" in finding.summary
     assert finding.evidence["changed_prices"]["lora_ttt+tilt+published"] > 0
     # Experts follow the file, adapters the lengths: there is no order for both.
     finding = behaviour.score_before_update(mine)
-    assert finding.verdict == FAIL
+    assert finding.verdict == DEVIATION
+    assert finding.evidence["deviations"] == ["D3"]
     assert finding.evidence["wrong_events"] == {"lora_ttt+tilt+published": 0}
     assert finding.evidence["changed_prices"]["lora_ttt+tilt+published"] > 0
+    assert overall([finding], STRICT) == FAIL
+    assert overall([finding], PRECEDENT) == DEVIATION
+
+
+def test_the_published_order_excuses_no_other_look_ahead(
+    tiny_run: TinyRun, case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = scored_with(tiny_run, case, Method(("lora_ttt", "tilt"), order=PUBLISHED))
+    honest = LaneBatch.price
+
+    def learn_first(
+        self: LaneBatch, chunks: list[Chunk], hints: Hints, adapted: bool = True
+    ) -> dict[int, np.ndarray]:
+        honest(self, chunks, hints, adapted)
+        self.learn(chunks)
+        return honest(self, chunks, hints, adapted)
+
+    monkeypatch.setattr(LaneBatch, "price", learn_first)
+    assert behaviour.score_before_update(mine).verdict == FAIL
 
 
 def test_a_gpu_tries_methods_on_more_and_longer_documents(
@@ -280,7 +312,7 @@ def test_a_gpu_tries_methods_on_more_and_longer_documents(
         return case.rescore(score, shard, on_commit)
 
     assert behaviour.decodable_order(dataclasses.replace(case, rescore=rescore)).verdict == PASS
-    assert seen[0] == (6, 160)
+    assert seen[0][0] == 6 and seen[0][1] <= 160
     seen.clear()
     # What runs the method again keeps to its own device.
     runtime = Runtime(torch.device("cuda"))
@@ -288,7 +320,7 @@ def test_a_gpu_tries_methods_on_more_and_longer_documents(
     monkeypatch.setattr(behaviour, "CUDA_PROBE_TOKENS", 200)
     other = dataclasses.replace(case, rescore=rescore, runtime=runtime)
     assert behaviour.decodable_order(other).verdict == PASS
-    assert seen[0] == (7, 200)
+    assert seen[0][0] == 7 and 160 < seen[0][1] <= 200
 
 
 def test_hints_that_know_their_targets_fail(tiny_run: TinyRun, case: Case) -> None:

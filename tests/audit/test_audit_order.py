@@ -12,7 +12,9 @@ import torch
 from lane_runs import ticks
 from lever_stacks import randomized
 from underpar.artifact.unpack import Artifact
-from underpar.audit import order
+from underpar.audit.order import wrong_events
+from underpar.audit.probes import own_targets_matter
+from underpar.audit.traces import TOLERANCE, Commit, Experiment, Trace, for_probes
 from underpar.build.levers import resolve_levers
 from underpar.build.scoring import ScoringRequest, mixture_of, open_method, run_method
 from underpar.core.runtime import Runtime
@@ -92,39 +94,47 @@ def artifact() -> Artifact:
 
 def run(
     artifact: Artifact, case: Case, shard: Shard = SHARD, **options: Any
-) -> tuple[Score, list[order.Commit]]:
+) -> tuple[Score, list[Commit]]:
     """The score, of several units or steps, and the prices in the order they were entered."""
     part = replace(RECIPE.score, batch_tokens=60, adapt_tokens=20)
     method, recipe = open_method(replace(RECIPE, score=part), *case)
-    commits: list[order.Commit] = []
+    commits: list[Commit] = []
     options["on_commit"] = lambda *commit: commits.append(commit)
     request = ScoringRequest(method, Runtime(torch.device("cpu")), **options)
     return run_method(replace(artifact, recipe=recipe), shard, request), commits
 
 
-def tracer(artifact: Artifact, case: Case) -> order.Trace:
+def tracer(artifact: Artifact, case: Case) -> Trace:
     return lambda shard: run(artifact, case, shard)[1]
 
 
+def experiment(artifact: Artifact, case: Case, seed: int = 0) -> Experiment:
+    rng = np.random.default_rng(seed)
+    return Experiment(tracer(artifact, case), SHARD, np.arange(4, VOCAB), rng)
+
+
 def tokens_matter(artifact: Artifact, case: Case) -> int:
-    return order.later_tokens_matter(tracer(artifact, case), SHARD, VOCAB)
+    return experiment(artifact, case).later_tokens_matter()
 
 
 def lengths_matter(artifact: Artifact, case: Case) -> int:
-    return order.later_lengths_matter(tracer(artifact, case), SHARD)
+    return experiment(artifact, case).later_lengths_matter()
 
 
 def hints_matter(artifact: Artifact, case: Case) -> int:
     score, _ = run(artifact, case)
-    return order.own_targets_matter(mixture_of(score, RECIPE), SHARD.tokens[1:], VOCAB)
+    mixture, rng = mixture_of(score, RECIPE), np.random.default_rng(0)
+    return own_targets_matter(mixture, SHARD.tokens[1:], VOCAB, rng)
 
 
 @pytest.mark.parametrize("case", HONEST.values(), ids=HONEST)
 def test_an_honest_method_depends_on_nothing_that_follows(artifact: Artifact, case: Case) -> None:
     score, _ = run(artifact, case)
-    assert order.wrong_events(score, NUM_TARGETS) == 0
+    assert wrong_events(score, NUM_TARGETS) == 0
     assert tokens_matter(artifact, case) == 0
     assert lengths_matter(artifact, case) == 0
+    assert experiment(artifact, case).later_documents_matter() == 0
+    assert experiment(artifact, case).repetition_differs() == 0
     assert hints_matter(artifact, case) == 0
 
 
@@ -138,7 +148,7 @@ def test_what_came_before_does_matter(artifact: Artifact, case: Case) -> None:
     pairs = zip(commits, changed, strict=True)
     # Neither the document itself, nor those that a learner of documents reads beside it.
     later = [(old, new) for old, new in pairs if old[0] > 1]
-    assert any(np.abs(old[2] - new[2]).max() > 2 * order.TOLERANCE for old, new in later)
+    assert any(np.abs(old[2] - new[2]).max() > 2 * TOLERANCE for old, new in later)
 
 
 def test_the_published_order_knows_lengths(artifact: Artifact) -> None:
@@ -148,7 +158,7 @@ def test_the_published_order_knows_lengths(artifact: Artifact) -> None:
     # Experts follow the file, adapters the lengths: there is no order for both.
     assert tokens_matter(artifact, ALL_SORTED) > 0
     for case in (SORTED, ALL_SORTED):
-        assert order.wrong_events(run(artifact, case)[0], NUM_TARGETS) == 0
+        assert wrong_events(run(artifact, case)[0], NUM_TARGETS) == 0
 
 
 class LearnsFirst(Predictor):
@@ -244,12 +254,12 @@ def test_so_little_text_has_lanes_that_go_on_and_chunks_of_all_sizes() -> None:
     recipe = resolve_levers(load_recipe("cpu", ["levers.lora_ttt={lanes=64}"]))
     for num_documents, lanes in ((5, 2), (24, 8), (600, 64)):
         shard = make_shard([3] * num_documents)
-        found = order.for_probes(recipe, shard)
+        found = for_probes(recipe, shard)
         own = found.levers["lora_ttt"]
         assert (own["lanes"], tuple(own["short"])) == (lanes, ("16:8", "125:24"))
         assert found.score.adapt_tokens == min(160, recipe.score.adapt_tokens)
     plain = load_recipe("cpu")
-    assert order.for_probes(plain, shard).levers == plain.levers
+    assert for_probes(plain, shard).levers == plain.levers
 
 
 def forgeries(events: list[Event]) -> dict[str, list[Event]]:
@@ -270,7 +280,7 @@ def test_events_out_of_order_missing_or_doubled_are_caught(artifact: Artifact, c
     score, _ = run(artifact, case)
     assert len(score.events) > 1
     for what, events in forgeries(score.events).items():
-        wrong = order.wrong_events(replace(score, events=events), NUM_TARGETS)
+        wrong = wrong_events(replace(score, events=events), NUM_TARGETS)
         assert wrong > 0, (what, score.events)
 
 
@@ -279,9 +289,9 @@ def test_windows_over_documents_may_share_one_and_leave_none_out(artifact: Artif
     assert any(first == last for (_, _, last), (_, first, _) in pairwise(score.events))
     forged = [[event for event in score.events if gone not in event] for gone in (0, 2, 4)]
     for events in (*forged, score.events[::-1]):
-        assert order.wrong_events(replace(score, events=events), NUM_TARGETS) > 0
+        assert wrong_events(replace(score, events=events), NUM_TARGETS) > 0
     apart = replace(score, how={**score.how, "flat": False})
-    assert order.wrong_events(apart, NUM_TARGETS) > 0
+    assert wrong_events(apart, NUM_TARGETS) > 0
 
 
 @pytest.mark.parametrize("case", [SCALES, KEPT], ids=lambda case: case[0].label)
@@ -290,9 +300,9 @@ def test_learning_after_time_was_up_is_caught(artifact: Artifact, case: Case) ->
     score, _ = run(artifact, (replace(method, seconds=1), changes), now=ticks())
     learnt = [event for event in score.events if event[0] == "adapt"]
     assert score.stopped_at == len(learnt) == 1
-    assert order.wrong_events(score, NUM_TARGETS) == 0
+    assert wrong_events(score, NUM_TARGETS) == 0
     more = ("adapt", *score.events[-1][1:])
-    assert order.wrong_events(replace(score, events=[*score.events, more]), NUM_TARGETS) > 0
-    assert order.wrong_events(replace(score, stopped_at=-1), NUM_TARGETS) > 0
+    assert wrong_events(replace(score, events=[*score.events, more]), NUM_TARGETS) > 0
+    assert wrong_events(replace(score, stopped_at=-1), NUM_TARGETS) > 0
     unknown = [*score.events, ("rescore", 0, 1)]
-    assert order.wrong_events(replace(score, events=unknown), NUM_TARGETS) > 0
+    assert wrong_events(replace(score, events=unknown), NUM_TARGETS) > 0

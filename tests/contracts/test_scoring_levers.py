@@ -10,7 +10,9 @@ import pytest
 
 from lever_stacks import ALL, CPU, randomized
 from underpar.artifact.unpack import Artifact
-from underpar.audit import order
+from underpar.audit.order import wrong_events
+from underpar.audit.probes import own_targets_matter
+from underpar.audit.traces import TOLERANCE, Commit, Experiment
 from underpar.build.levers import plug_levers, resolve_levers
 from underpar.build.scoring import ScoringRequest, mixture_of, open_method, run_method
 from underpar.core.runtime import Clock, Runtime
@@ -91,15 +93,15 @@ def artifact_of(recipe: Recipe) -> Artifact:
     return Artifact(recipe, b"", {n: round_tensor(w.numpy(), half) for n, w in weights.items()})
 
 
-def run(recipe: Recipe, shard: Shard = SHARD, **way: Any) -> tuple[Score, list[order.Commit]]:
+def run(recipe: Recipe, shard: Shard = SHARD, **way: Any) -> tuple[Score, list[Commit]]:
     """The score with all scoring levers of the recipe, and its prices in the order of entry."""
     method, opened = open_method(recipe, Method(tuple(plug_levers(recipe, "infer"))))
-    commits: list[order.Commit] = []
+    commits: list[Commit] = []
     settled = {"runtime": Runtime(CPU), "on_commit": lambda *new: commits.append(new)} | way
     return run_method(artifact_of(opened), shard, ScoringRequest(method, **settled)), commits
 
 
-def nats_of(commits: list[order.Commit]) -> np.ndarray:
+def nats_of(commits: list[Commit]) -> np.ndarray:
     """Prices in the order of the text, whatever the order of entry."""
     return np.concatenate([nats for _, _, nats in sorted(commits, key=lambda c: c[:2])])
 
@@ -109,27 +111,31 @@ def test_a_price_depends_on_nothing_that_comes_later(name: str) -> None:
     recipe = recipe_with(name)
     score, _ = run(recipe)
 
-    def trace(shard: Shard) -> list[order.Commit]:
+    def trace(shard: Shard) -> list[Commit]:
         return run(recipe, shard)[1]
 
-    assert order.wrong_events(score, NUM_TARGETS) == 0
-    assert order.later_tokens_matter(trace, SHARD, VOCAB) == 0
+    assert wrong_events(score, NUM_TARGETS) == 0
+    rng = np.random.default_rng(0)
+    experiment = Experiment(trace, SHARD, np.arange(4, VOCAB), rng)
+    assert experiment.later_tokens_matter() == 0
     # A decoder learns how long a document is at its end.
-    assert order.later_lengths_matter(trace, SHARD) == 0
-    assert order.own_targets_matter(mixture_of(score, recipe), SHARD.tokens[1:], VOCAB) == 0
+    assert experiment.later_lengths_matter() == 0
+    assert experiment.later_documents_matter() == 0
+    assert experiment.repetition_differs() == 0
+    assert own_targets_matter(mixture_of(score, recipe), SHARD.tokens[1:], VOCAB, rng) == 0
 
 
 @pytest.mark.parametrize("name", SCORING)
 def test_a_scoring_lever_changes_prices(name: str) -> None:
     """Otherwise prices that stay would show nothing."""
     ours, plain = (nats_of(run(recipe)[1]) for recipe in (recipe_with(name), PLAIN))
-    assert np.abs(ours - plain).max() > 10 * order.TOLERANCE
+    assert np.abs(ours - plain).max() > 10 * TOLERANCE
 
 
 @pytest.mark.parametrize("name", SCORING)
 def test_neutral_settings_price_as_the_plain_score_does(name: str) -> None:
     ours, plain = (nats_of(run(r, WHOLE)[1]) for r in (recipe_with(name, neutral), PLAIN))
-    np.testing.assert_allclose(ours, plain, rtol=0, atol=order.TOLERANCE)
+    np.testing.assert_allclose(ours, plain, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", SCORING)

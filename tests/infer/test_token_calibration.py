@@ -93,7 +93,7 @@ def test_prices_are_a_distribution() -> None:
     vocab = predictor.model.spec.vocab_size
     for total in substitution_sums(predictor, document, [1, 8], vocab):
         assert abs(total - 1) < 1e-4
-    assert max(distribution_errors(predictor, document)) < 1e-4
+    assert max(distribution_errors(predictor, document, vocab)) < 1e-4
 
 
 @settings(max_examples=60, deadline=None)
@@ -265,7 +265,7 @@ def test_scores_use_them_and_the_audit_agrees(
     audited = audit_run(packed, runtime, AuditRequest(tiny_run.data, code_tokens=300))
     assert audited.verdict == PASS, [finding.summary for finding in audited.findings]
     told = next(finding for finding in audited.findings if finding.rule == "score before update")
-    assert told.evidence["changed_prices"] == {"adapt": 0, NAME: 0}
+    assert told.evidence["changed_prices"] == {"plain": 0, "adapt": 0, NAME: 0}
 
 
 def test_the_model_has_no_weights_of_it(recipe: Recipe) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from underpar.artifact.unpack import Artifact
 from underpar.codec.stream import Codec
@@ -98,6 +99,9 @@ class Case:
     open_predictor: Callable[..., Predictor]
     # A score's method on short text for probes, with settings that fit it.
     rescore: Rescore
+    # The same with a model that knows next to nothing: its prices are nearly those of a uniform
+    # choice from the given tokens.
+    rescore_flat: Callable[[npt.NDArray[Any]], Rescore]
     # A score's method again, on the whole text or on some documents of it.
     repeat: Callable[[Score, Shard], Score]
     # The experts of a score's method, with the settings of that score.

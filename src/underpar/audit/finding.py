@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 # DEVIATION: accepted records break this rule too, in this way (section 4 of the field guide,
@@ -40,6 +40,13 @@ def judge(rule: str, holds: bool, summary: str, **evidence: Any) -> Finding:
 def not_shown(rule: str, why: str, **evidence: Any) -> Finding:
     """A finding without the evidence that a verdict needs."""
     return Finding(rule, NOT_SHOWN, why, evidence)
+
+
+def deviates(finding: Finding, ids: Sequence[str], why: str) -> Finding:
+    """The finding as a deviation of accepted records, with its numbers (D1 to D10)."""
+    summary = f"{finding.summary}; deviation {' and '.join(ids)}: {why}"
+    evidence = finding.evidence | {"deviations": list(ids)}
+    return replace(finding, verdict=DEVIATION, summary=summary, evidence=evidence)
 
 
 def overall(findings: Iterable[Finding], profile: str = STRICT) -> str:

@@ -17,6 +17,12 @@ from torch import Tensor
 from underpar.data.batch import Batch, pack_documents
 from underpar.data.shards import Shard
 from underpar.infer.predictor import Predictor
+from underpar.infer.tilt import Mixture
+
+# Ids of text: those below are of control pieces, one of which begins a document.
+FIRST_TEXT_ID = 4
+# How many targets with a hint, and how many without, are replaced, and by how many other tokens.
+NUM_TARGETS, NUM_OTHERS = 12, 4
 
 
 class Prices(Protocol):
@@ -30,16 +36,20 @@ class Prices(Protocol):
         """Nats of each target."""
 
 
-def swap_suffix(predictor: Prices, document: np.ndarray, cuts: list[int], vocab_size: int) -> int:
+def swap_suffix(
+    predictor: Prices,
+    document: np.ndarray,
+    cuts: Sequence[int],
+    vocab_size: int,
+    rng: np.random.Generator,
+) -> int:
     """A01: replace all tokens from each cut on; count the earlier prices that change at all."""
-    rng = np.random.default_rng(0)
     bos = int(document[0])
     changed = 0
     original = _prices(predictor, document, bos)
     for cut in cuts:
         other = document.copy()
-        # Ids above the control pieces, so that no document boundary appears.
-        other[cut:] = rng.integers(4, vocab_size, len(other) - cut)
+        other[cut:] = rng.integers(FIRST_TEXT_ID, vocab_size, len(other) - cut)
         # Target i is token i + 1: prices of tokens before the cut must stand.
         changed += int((_prices(predictor, other, bos)[: cut - 1] != original[: cut - 1]).sum())
     return changed
@@ -59,7 +69,7 @@ def isolation_error(predictor: Prices, first: np.ndarray, second: np.ndarray) ->
 
 
 def substitution_sums(
-    predictor: Prices, document: np.ndarray, lengths: list[int], vocab_size: int
+    predictor: Prices, document: np.ndarray, lengths: Sequence[int], vocab_size: int
 ) -> list[float]:
     """A02: price every possible next token through `nll` itself; probabilities must sum to 1."""
     bos = int(document[0])
@@ -80,14 +90,49 @@ def substitution_sums(
     return sums
 
 
-def distribution_errors(predictor: Predictor, document: np.ndarray) -> tuple[float, float]:
-    """A03: largest error of a distribution's sum, and of a price against it, in nats."""
+def distribution_errors(
+    predictor: Predictor, document: np.ndarray, vocab_size: int
+) -> tuple[float, float]:
+    """A03: largest error of a distribution's sum, and of a price against it, in nats.
+
+    A distribution over another number of tokens counts as an error without limit (A11).
+    """
     batch, _ = pack_documents([document], int(document[0]), predictor.context)
     log_probs = predictor.log_probs(batch).double()
+    if log_probs.shape[1] != vocab_size:
+        return float("inf"), float("inf")
     sums = log_probs.exp().sum(dim=-1)
     nats = -log_probs.gather(1, batch.targets.to(log_probs.device)[:, None])[:, 0]
     prices = predictor.nll(batch).double()
     return float((sums - 1).abs().max()), float((nats - prices).abs().max())
+
+
+def own_targets_matter(
+    mixture: Mixture, targets: np.ndarray, vocab_size: int, rng: np.random.Generator
+) -> int:
+    """A01: the number of proposals that change when their own target is replaced, over some.
+
+    The hints of PR 1967 knew the class of their target.
+    """
+    if not mixture.experts:
+        return 0
+
+    def propose(stream: np.ndarray) -> np.ndarray:
+        mixture.open(1, len(targets))
+        proposals = mixture.propose(0, stream)
+        return np.concatenate([proposals.hints, proposals.confidence], axis=1)  # (n, 2 K)
+
+    honest = propose(targets)
+    # Hints may be rare: half of the targets are chosen among those that have one.
+    has_hint = (honest[:, : len(mixture.experts)] >= 0).any(axis=1)
+    kinds = [np.flatnonzero(has_hint), np.flatnonzero(~has_hint)]
+    chosen = np.concatenate([rng.choice(kind, min(len(kind), NUM_TARGETS)) for kind in kinds])
+    changed = 0
+    for target in chosen:
+        for token in rng.integers(FIRST_TEXT_ID, vocab_size, NUM_OTHERS):
+            other = propose(np.append(targets[:target], token))
+            changed += not np.array_equal(other, honest[: target + 1])
+    return changed
 
 
 def first_documents(shard: Shard, number: int) -> Shard:

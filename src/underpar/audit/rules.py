@@ -14,6 +14,7 @@ from underpar.audit.behaviour import (
     causality,
     decodable_order,
     normalization,
+    random_text_saves_nothing,
     score_before_update,
 )
 from underpar.audit.case import Case
@@ -49,6 +50,7 @@ RULES: dict[str, Rule] = {
     "bytes": byte_count,
     "causality": causality,
     "normalization": normalization,
+    "random text": random_text_saves_nothing,
     "score before update": score_before_update,
     "order": decodable_order,
     "reproduction": reproduction,

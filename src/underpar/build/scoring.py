@@ -28,6 +28,7 @@ from underpar.score.scorer import Scorer
 from underpar.score.tally import OnCommit, OnShare
 
 if TYPE_CHECKING:
+    from underpar.infer.predictor import Predictor
     from underpar.score.partial import Partial
 
 
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
 class ScoringRequest:
     """A method, the machine to run it on, and who is told of progress and prices.
 
-    With a `partial` the score may be stopped and continued. `now` is the clock of time limits.
+    With a `partial` the score may be stopped and continued. `now` is the clock of time limits. The
+    audit scores many short texts and has an `open_predictor` of its own.
     """
 
     method: Method
@@ -45,6 +47,7 @@ class ScoringRequest:
     on_commit: OnCommit | None = None
     partial: Partial | None = None
     now: Callable[[], float] = time.monotonic
+    open_predictor: Callable[..., Predictor] | None = None
 
 
 def open_method(
@@ -99,7 +102,8 @@ def run_method(artifact: Artifact, shard: Shard, request: ScoringRequest) -> Sco
     lora = having(levers, "lora")
     if lora:
         warm_compiler(runtime)
-    predictor = build_predictor(artifact, runtime.device, adapters, runtime.dtype)
+    build = request.open_predictor or build_predictor
+    predictor = build(artifact, runtime.device, adapters, runtime.dtype)
     for lever in having(levers, "classes"):
         lever.attach(predictor.model)
     mixture = Mixture(having(levers, "propose"))

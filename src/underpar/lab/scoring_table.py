@@ -19,10 +19,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from underpar.artifact.unpack import Artifact
 from underpar.audit import order
 from underpar.audit.behaviour import probe_size
-from underpar.audit.probes import first_documents
+from underpar.audit.probes import FIRST_TEXT_ID, first_documents
+from underpar.audit.traces import Commit, Experiment, for_probes, random_beginnings
 from underpar.build.artifact import read_artifact
 from underpar.build.scoring import ScoringRequest, open_method, run_method
 from underpar.core.fields import Fields
@@ -170,9 +173,9 @@ def measure_row(artifact: Artifact, shard: Shard, request: ScoringRequest) -> di
 def probe(artifact: Artifact, shard: Shard, request: ScoringRequest) -> dict[str, int]:
     """How many prices depend on later tokens, and how many on the lengths of later documents."""
 
-    def trace(short: Shard) -> list[order.Commit]:
-        commits: list[order.Commit] = []
-        recipe = order.for_probes(artifact.recipe, short)
+    def trace(short: Shard) -> list[Commit]:
+        commits: list[Commit] = []
+        recipe = for_probes(artifact.recipe, short)
         run_method(
             replace(artifact, recipe=recipe),
             short,
@@ -180,10 +183,13 @@ def probe(artifact: Artifact, shard: Shard, request: ScoringRequest) -> dict[str
         )
         return commits
 
-    short = order.short_stream(shard, *probe_size(request.runtime.device))
+    rng = np.random.default_rng()
+    short = random_beginnings(shard, *probe_size(request.runtime.device), rng)
+    alphabet = np.arange(FIRST_TEXT_ID, artifact.recipe.model.vocab_size)
+    experiment = Experiment(trace, short, alphabet, rng)
     return {
-        "later_tokens": order.later_tokens_matter(trace, short, artifact.recipe.model.vocab_size),
-        "later_lengths": order.later_lengths_matter(trace, short),
+        "later_tokens": experiment.later_tokens_matter(),
+        "later_lengths": experiment.later_lengths_matter(),
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,9 @@ from underpar.audit.case import (
 )
 from underpar.audit.claims import read_claims
 from underpar.audit.finding import STRICT, Finding, overall
-from underpar.audit.order import for_probes
+from underpar.audit.kraft import flatten
 from underpar.audit.rules import RULES, run_audit
+from underpar.audit.traces import for_probes
 from underpar.build.artifact import build_tokenizer, read_artifact, require_same_tokenizer
 from underpar.build.model import build_predictor
 from underpar.build.scoring import ScoringRequest, method_of, mixture_of, run_method
@@ -150,6 +152,7 @@ def open_case(folder: RunFolder, runtime: Runtime, request: AuditRequest) -> Cas
         artifact=artifact,
         open_predictor=open_predictor,
         rescore=rescorer(artifact, runtime),
+        rescore_flat=lambda alphabet: rescorer(artifact, runtime, alphabet),
         repeat=repeater(artifact, runtime),
         open_mixture=lambda score: mixture_of(score, artifact.recipe),
         open_trainer=lambda: make_trainer(
@@ -173,13 +176,31 @@ def open_case(folder: RunFolder, runtime: Runtime, request: AuditRequest) -> Cas
     )
 
 
-def rescorer(artifact: Artifact, runtime: Runtime) -> Rescore:
-    """A function that repeats the method of a score on short documents, without its time limit."""
+def rescorer(artifact: Artifact, runtime: Runtime, alphabet: np.ndarray | None = None) -> Rescore:
+    """A function that repeats the method of a score on short documents, without its time limit.
+
+    With an `alphabet` the model is flattened: it knows next to nothing but these tokens.
+    """
+    untouched: Predictor | None = None
+
+    def reopen(*args: Any) -> Predictor:
+        """The artifact's predictor. Building one takes longer than a short text."""
+        nonlocal untouched
+        _, device, adapters, dtype = args
+        if untouched is None:
+            untouched = build_predictor(artifact, device, dtype=dtype)
+        model = deepcopy(untouched.model)
+        if alphabet is not None:
+            flatten(model, alphabet)
+        return type(untouched)(model, device, list(adapters), dtype)
 
     def rescore(score: Score, shard: Shard, on_commit: OnCommit) -> Score:
         method, recipe = method_of(score, artifact.recipe)
         request = ScoringRequest(
-            replace(method, seconds=0.0), runtime.for_probes, on_commit=on_commit
+            replace(method, seconds=0.0),
+            runtime.for_probes,
+            on_commit=on_commit,
+            open_predictor=reopen,
         )
         return run_method(replace(artifact, recipe=for_probes(recipe, shard)), shard, request)
 

@@ -47,7 +47,7 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 # Modules of which a source may import names for its types alone.
 TYPE_MODULES = ("collections.abc", "typing", "torch")
 # Characters that need an escape in a literal between single quotes.
-ESCAPES = str.maketrans({"\\": "\\\\", "'": "\\'", "\0": "\\0", "\n": "\\n", "\r": "\\r"})
+ESCAPES = {"\\": "\\\\", "'": "\\'", "\0": "\\0", "\n": "\\n", "\r": "\\r"}
 
 
 def bundle(recipe: Recipe, entry: str = ENTRY) -> bytes:
@@ -70,9 +70,12 @@ def bundle(recipe: Recipe, entry: str = ENTRY) -> bytes:
 
 def as_literal(data: bytes) -> str:
     """Bytes as the characters of a Latin-1 Python literal between single quotes."""
-    text = data.decode("latin-1").translate(ESCAPES)
     # A digit after \0 would be read as part of an octal escape.
-    return re.sub(r"\\0(?=[0-7])", r"\\x00", text)
+    return re.sub(
+        r"(\0)(?=[0-7])|[\\'\0\n\r]",
+        lambda match: "\\x00" if match[1] else ESCAPES[match[0]],
+        data.decode("latin-1"),
+    )
 
 
 def module_closure(roots: Iterable[str]) -> set[str]:
