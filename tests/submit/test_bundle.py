@@ -89,6 +89,7 @@ def test_a_bundle_carries_the_levers_of_its_recipe() -> None:
 @given(st.binary())
 @example(bytes(range(256)) * 2)
 @example(b"\x007\\0'\r\n\x1a\x0c\x00")
+@example(b"\\07\\\x007")
 def test_any_bytes_can_be_a_literal(data: bytes) -> None:
     script = f"#coding:latin-1\nvalue = '{as_literal(data)}'.encode('latin-1')".encode("latin-1")
     names: dict[str, bytes] = {}

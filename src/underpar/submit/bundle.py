@@ -47,7 +47,7 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 # Modules of which a source may import names for its types alone.
 TYPE_MODULES = ("collections.abc", "typing", "torch")
 # Characters that need an escape in a literal between single quotes.
-ESCAPES = str.maketrans({"\\": "\\\\", "'": "\\'", "\0": "\\0", "\n": "\\n", "\r": "\\r"})
+ESCAPES = {"\\": "\\\\", "'": "\\'", "\0": "\\0", "\n": "\\n", "\r": "\\r"}
 
 
 def bundle(
@@ -60,12 +60,8 @@ def bundle(
 
     `also` names modules to carry that `entry` does not import, `files` other texts by their path.
     """
-    names = [name for name in recipe.levers if name in LEVERS]
-    roots = [entry, *also, *(LEVERS[name] for name in names)]
-    # An engine is imported by its name, which following imports does not find.
-    roots += [m.ENGINE for m in map(lever_module, names) if hasattr(m, "ENGINE")]
     sources = {}
-    for module in sorted(module_closure(roots)):
+    for module in sorted(modules_of(recipe, entry, also)):
         path = module_path(module)
         name = module.replace(".", "/") + ("/__init__.py" if path.stem == "__init__" else ".py")
         sources[name] = strip(path.read_text())
@@ -77,11 +73,23 @@ def bundle(
     return BOOTSTRAP.format(payload=payload, entry=entry, filters=filters).encode("latin-1")
 
 
+def modules_of(recipe: Recipe, entry: str = ENTRY, also: Sequence[str] = ()) -> set[str]:
+    """The modules of a bundle."""
+    names = [name for name in recipe.levers if name in LEVERS]
+    roots = [entry, *also, *(LEVERS[name] for name in names)]
+    # An engine is imported by its name, which following imports does not find.
+    roots += [m.ENGINE for m in map(lever_module, names) if hasattr(m, "ENGINE")]
+    return module_closure(roots)
+
+
 def as_literal(data: bytes) -> str:
     """Bytes as the characters of a Latin-1 Python literal between single quotes."""
-    text = data.decode("latin-1").translate(ESCAPES)
     # A digit after \0 would be read as part of an octal escape.
-    return re.sub(r"\\0(?=[0-7])", r"\\x00", text)
+    return re.sub(
+        r"(\0)(?=[0-7])|[\\'\0\n\r]",
+        lambda match: "\\x00" if match[1] else ESCAPES[match[0]],
+        data.decode("latin-1"),
+    )
 
 
 def module_closure(roots: Iterable[str]) -> set[str]:
