@@ -25,7 +25,7 @@ from underpar.compile.startup import wait_for_workers, warm_compiler
 from underpar.core.dist import ask_main, process_group
 from underpar.core.progress import Task
 from underpar.core.run_folder import RunFolder, write_atomic
-from underpar.core.runtime import Runtime, open_runtime, variable
+from underpar.core.runtime import open_runtime, variable
 from underpar.data.folder import MANIFEST_NAME, read_manifest
 from underpar.data.published.exchange import ImportOptions, import_published
 from underpar.errors import DataError, RunError, UnderparError
@@ -75,7 +75,7 @@ def run(options: Namespace, script_bytes: int) -> None:
     runtime = open_runtime(options.device)
     warm_compiler(runtime)
     set_backend_aside(runtime.device, runtime.dtype, wait_for_workers)
-    recipe = read_recipe(options.seed, options.set)
+    recipe = read_recipe(Path(__file__).with_name("recipe.toml"), options.seed, options.set)
     folder, lines = RunFolder(Path(options.out)), Lines(runtime.is_main)
     # Packing and adapters that follow the whole stream need one process.
     alone = replace(runtime, rank=0, world=1)
@@ -98,9 +98,9 @@ def run(options: Namespace, script_bytes: int) -> None:
         print("\n".join(log.splitlines()[-2:]))
 
 
-def read_recipe(seed: int, changes: Sequence[str]) -> Recipe:
-    """The recipe in the bundle with this seed and with `changes`."""
-    tree = to_tree(read_recipe_file(Path(__file__).with_name("recipe.toml")))
+def read_recipe(path: Path, seed: int, changes: Sequence[str]) -> Recipe:
+    """The recipe of a bundle with this seed and with `changes`."""
+    tree = to_tree(read_recipe_file(path))
     for change in (f"train.seed={seed}", *changes):
         tree = merge(tree, parse_override(change))
     recipe = resolve_levers(from_tree(tree))
@@ -129,9 +129,7 @@ def open_data(options: Namespace, recipe: Recipe) -> Path:
         return imported
     if not options.tokenizer:
         raise DataError(f"{source} holds token files: give --tokenizer FILE or set TOKENIZER_PATH")
-    import_published(
-        source, imported, ImportOptions(Path(options.tokenizer), transform_of(recipe))
-    )
+    import_published(source, imported, ImportOptions(Path(options.tokenizer), transform_of(recipe)))
     return imported
 
 

@@ -1,4 +1,4 @@
-"""The two scripts of a run: score.py, which scores its artifact, and train_gpt.py, which does all."""
+"""The two scripts of a run: score.py scores its artifact, train_gpt.py trains, packs and scores."""
 
 from __future__ import annotations
 

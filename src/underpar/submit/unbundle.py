@@ -19,7 +19,7 @@ from underpar.errors import ArtifactError
 from underpar.submit.bundle import BOOTSTRAP, FILTERS, as_literal, module_path, strip
 
 # Far above any bundle: some 100 kB, and a megabyte unpacked.
-MAX_SCRIPT_BYTES, MAX_TEXT_BYTES = 16_000_000, 64_000_000
+MAX_SCRIPT_BYTES, MAX_TEXT_BYTES = 16_000_000, 16_000_000
 
 REMOVED = "docstrings, comments, types except those of fields, declarations of protocols, layout"
 
@@ -42,7 +42,9 @@ class Bundle:
 
     def compared(self) -> dict[str, Any]:
         """Each module against the stripped module of that name in this package."""
-        equal, different, unknown = [], [], []
+        equal: list[str] = []
+        different: list[str] = []
+        unknown: list[str] = []
         for name, text in self.sources.items():
             if name.endswith(".py"):
                 source = _installed_source(name)
@@ -71,9 +73,11 @@ def read_bundle(script: bytes) -> Bundle:
         raise ArtifactError("its payload is not a table of texts by path")
     for name, text in sources.items():
         if not _NAME.fullmatch(name):
-            raise ArtifactError(f"file {name!r:.80}: expected underpar/... with ending .py or .toml")
-        if not text.isascii():
-            raise ArtifactError(f"file {name!r:.80} has characters outside of ASCII")
+            raise ArtifactError(
+                f"file {name!r:.80}: expected underpar/... with ending .py or .toml"
+            )
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise ArtifactError(f"file {name!r:.80} has half a character")
     return Bundle(match["entry"], sources)
 
 
@@ -107,8 +111,7 @@ def _decompress(packed: bytes) -> bytes:
 
 
 def _installed_source(name: str) -> str | None:
-    package = module_path("underpar").parent
-    path = package.parent / name
+    path = module_path("underpar").parents[1] / name
     return path.read_text() if path.is_file() else None
 
 
@@ -119,7 +122,7 @@ def write_sources(bundle: Bundle, out: Path) -> None:
     for name, text in bundle.sources.items():
         path = out / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="ascii", newline="")
+        path.write_text(text, encoding="utf-8", newline="")
 
 
 def unbundle(script: Path, out: Path) -> dict[str, Any]:
@@ -138,7 +141,7 @@ def unbundle(script: Path, out: Path) -> dict[str, Any]:
         "entry": bundle.entry,
         "files": len(bundle.sources),
         "script_bytes": len(content),
-        "source_bytes": sum(map(len, bundle.sources.values())),
+        "source_bytes": sum(len(text.encode()) for text in bundle.sources.values()),
         **bundle.compared(),
         "removed_by_bundling": REMOVED,
     }
