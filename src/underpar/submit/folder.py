@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib.metadata import packages_distributions, version
 from sys import stdlib_module_names
 from typing import Any
@@ -23,25 +24,27 @@ REQUIREMENTS = "requirements.txt"
 
 def requirements(recipe: Recipe, submission: Mapping[str, Any]) -> str:
     """What train_gpt.py imports and this machine has, with versions; torch as it trained."""
-    versions = {"torch": str(submission["pytorch_version"])}
+    sources = (module_path(module).read_text() for module in modules_of(recipe, TRAIN_ENTRY))
+    packages = set().union(*map(_foreign_packages, sources))
     distributions = packages_distributions()
-    for module in modules_of(recipe, TRAIN_ENTRY):
-        for package in _foreign_packages(module_path(module).read_text()):
-            for distribution in distributions.get(package, [])[:1]:
-                versions.setdefault(distribution, version(distribution))
+    installed = {distributions[package][0] for package in packages if package in distributions}
+    versions = {name: version(name) for name in installed}
+    versions["torch"] = str(submission["pytorch_version"])
     # A local version, as in 2.13.0+cpu, is not on the package index.
     lines = (f"{name}=={number.partition('+')[0]}\n" for name, number in sorted(versions.items()))
     return "".join(lines)
 
 
-def _foreign_packages(source: str) -> set[str]:
+@cache
+def _foreign_packages(source: str) -> frozenset[str]:
     names: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             names.add(node.module)
-    return {name.partition(".")[0] for name in names} - stdlib_module_names - {"underpar"}
+    tops = frozenset(name.partition(".")[0] for name in names)
+    return tops - stdlib_module_names - {"underpar"}
 
 
 def readme(
