@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -19,6 +20,7 @@ from underpar.audit.finding import Finding
 from underpar.audit.submission import check_submission
 from underpar.core.run_folder import RunFolder
 from underpar.core.runtime import Runtime
+from underpar.core.tensor_files import read_tensors, save_tensors
 from underpar.errors import UnderparError
 from underpar.stages.pack import pack_run
 from underpar.stages.submit import Author, write_submission
@@ -26,6 +28,14 @@ from underpar.submit.script import train_script
 
 CAP = 16_000_000
 ME = Author("A Name", "a-name", "A title", "One sentence")
+# Keys of submission.json. Those of the first three lines are the contest's.
+KEYS = {"author", "github_id", "name", "blurb", "date", "track", "val_loss", "val_bpb"}
+KEYS |= {"val_loss_std", "val_bpb_std", "seeds", "seed_results", "bytes_total", "bytes_code"}
+KEYS |= {"hardware", "pytorch_version"}
+KEYS |= {"bytes_model", "code_counted", "code_sha256", "score_method", "data_identity"}
+KEYS |= {"recipe", "tool"}
+SEED_KEYS = {"val_loss", "val_bpb", "pre_quant_val_bpb", "artifact_bytes", "bytes_model"}
+SEED_KEYS |= {"artifact_sha256", "steps", "train_seconds", "eval_seconds", "audit"}
 WORDS = ("--author", ME.author, "--github-id", ME.github_id)
 
 
@@ -79,6 +89,7 @@ def test_the_command_writes_checks_and_proves(seeds: list[Path], tmp_path: Path)
         "train_seed1337.log",
         "train_seed42.log",
     ]
+    assert result.keys() == {"folder", "verdict", "findings"}
     without = invoke("submit", "--verify", out, "--no-proof", "--json")
     assert (without.exit_code, json.loads(without.stdout)["verdict"]) == (3, "not shown")
     assert "reproduction" in invoke("submit", "--verify", out, "--no-proof").stdout
@@ -97,6 +108,7 @@ def test_figures_are_those_of_the_runs(
     model_bytes = source.artifact_file.stat().st_size
     assert (tree["bytes_code"], tree["bytes_total"]) == (len(script), model_bytes + len(script))
     assert (tree["track"], tree["score_method"]) == ("non_record_16mb", "adapt")
+    assert tree.keys() == KEYS and all(r.keys() == SEED_KEYS for r in tree["seed_results"].values())
     assert (tree["author"], tree["github_id"], tree["name"]) == ("A Name", "a-name", "A title")
     page = (written / "README.md").read_text()
     for text in (f"{len(script):,} bytes", f"{tree['val_bpb']:.6f}", "non-record", "SmearGate"):
@@ -132,8 +144,6 @@ def unaudited(run: RunFolder) -> None:
 
 def failed(run: RunFolder) -> None:
     write_audit(run, "fail")
-    audit = run.read_json(run.audit_file)
-    change_json(run.audit_file, findings=[{**audit["findings"][0], "verdict": "fail"}])
 
 
 def changed_after_the_audit(run: RunFolder) -> None:
@@ -145,13 +155,31 @@ def scored_before_packing(run: RunFolder) -> None:
     write_audit(run)
 
 
+def change_packing(run: RunFolder, **values: object) -> None:
+    tensors, about = read_tensors(run.quantized_file)
+    save_tensors(run.quantized_file, tensors, about | values)
+    write_audit(run)
+
+
 def packed_without_the_script(run: RunFolder) -> None:
-    classes = run.read_json(run.budget_file)["classes"]
-    change_json(run.budget_file, classes=classes | {"code": 50_000})
+    change_packing(run, script_bytes=None)
+
+
+def packed_with_another_script(run: RunFolder) -> None:
+    change_packing(run, script_bytes=50_000)
 
 
 def packed_with_another_cap(run: RunFolder) -> None:
-    change_json(run.budget_file, cap_bytes=9_000_000)
+    change_packing(run, cap_bytes=9_000_000)
+
+
+def packed_by_other_rules(run: RunFolder) -> None:
+    part = replace(run.read_recipe().quant, rules=("* int7:14",))
+    pack_run(run, part=part, script_bytes=1)
+
+
+def packed_without_the_tokenizer(run: RunFolder) -> None:
+    pack_run(run, tokenizer_inside=False, script_bytes=1)
 
 
 def other_version(run: RunFolder) -> None:
@@ -174,14 +202,20 @@ REFUSED: list[tuple[Callable[[RunFolder], None], str]] = [
     (unpacked, "model.upar does not exist; run 'underpar pack' first"),
     (unscored, "score-adapt.json does not exist; run 'underpar score .* --adapt' first"),
     (unaudited, "audit.json does not exist; run 'underpar audit' first"),
-    (failed, r"fails its audit \(size\)"),
-    (changed_after_the_audit, "is of other files than those here; run 'underpar audit"),
+    (failed, r"fails its audit \(size, "),
+    (
+        changed_after_the_audit,
+        r"is of other files \(validation.json changed\); run 'underpar",
+    ),
     (scored_before_packing, "is the score of another artifact"),
-    (packed_without_the_script, "packed with 50000 bytes of code, .* --for-submission"),
+    (packed_without_the_script, r"code counted \(that of score.py\) .* --for-submission"),
+    (packed_with_another_script, r"code counted \(50000 bytes\) .* --for-submission"),
+    (packed_by_other_rules, "was packed with --set"),
+    (packed_without_the_tokenizer, "was packed with --tokenizer-apart"),
     (packed_with_another_cap, "was packed with --cap"),
     (other_version, "was trained by underpar 0.0.1"),
     (without_values, "a file lacks a value"),
-    (not_even_a_table, "a file lacks a value"),
+    (not_even_a_table, "audit.json"),
 ]
 
 

@@ -39,6 +39,8 @@ def test_the_files_are_the_stripped_modules(tiny_run: TinyRun, tmp_path: Path) -
         source = package / path.relative_to(tmp_path / "out")
         assert path.read_bytes() == strip(source.read_text()).encode()
     assert "docstrings" in result["removed_by_bundling"]
+    keys = {"entry", "files", "script_bytes", "source_bytes", "equal", "different"}
+    assert result.keys() == keys | {"not_in_this_package", "removed_by_bundling"}
 
 
 def test_a_changed_module_is_named(tmp_path: Path) -> None:

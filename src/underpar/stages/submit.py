@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -19,11 +19,14 @@ from typing import Any
 
 from underpar import __version__
 from underpar.artifact.unpack import LazyArtifact
-from underpar.audit.case import DEFAULT_LIMITS, hash_files
-from underpar.audit.finding import FAIL
+from underpar.audit.case import DEFAULT_LIMITS
+from underpar.audit.finding import FAIL, VERDICTS
 from underpar.core.run_folder import RunFolder, write_json
+from underpar.core.tensor_files import read_about
 from underpar.errors import RuleError, RunError
 from underpar.recipe import Recipe, to_tree
+from underpar.report.facts import AuditResult
+from underpar.report.gather import gather
 from underpar.score.ledger import Score, score_from_dict
 from underpar.stages.audit import spent_seconds
 from underpar.stages.train_gpt import scoring_of
@@ -61,10 +64,10 @@ class SeedRun:
     about: dict[str, Any]
     validation: dict[str, Any]
     score: Score
-    audit: dict[str, Any]
+    audit: AuditResult
     train_seconds: float
-    # Bytes of code that the packer counted.
-    code_bytes: int
+    # Bytes of the script that the packer counted; None: of the one that only scores.
+    script_bytes: int | None
 
     @property
     def seed(self) -> int:
@@ -102,7 +105,7 @@ def write_submission(
             log_name(run.seed): train_log(run.folder, run.score.method, len(script))
             for run in batch
         }
-        page = readme(tree, batch[0].recipe, {run.seed: run.audit["findings"] for run in batch})
+        page = readme(tree, batch[0].recipe, {run.seed: run.audit.findings for run in batch})
     out.parent.mkdir(parents=True, exist_ok=True)
     # Beside the folder, which appears complete or not at all.
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as beside:
@@ -151,11 +154,10 @@ def read_run(folder: RunFolder) -> SeedRun:
 def _read_run(folder: RunFolder) -> SeedRun:
     recipe, about = folder.read_recipe(), folder.read_json(folder.about_file)
     folder.need(folder.weights_file)
-    validation, budget = (
-        folder.read_json(folder.validation_file),
-        folder.read_json(folder.budget_file),
-    )
+    validation = folder.read_json(folder.validation_file)
     artifact = folder.need(folder.artifact_file).read_bytes()
+    quantized = read_about(folder.need(folder.quantized_file))
+    _require_as_trained(folder, recipe, LazyArtifact(artifact), quantized)
     method, _ = scoring_of(recipe)
     path = folder.score_file(method.label)
     if not path.exists():
@@ -165,36 +167,27 @@ def _read_run(folder: RunFolder) -> SeedRun:
     tree = folder.read_json(path)
     if tree["artifact_sha256"] != hashlib.sha256(artifact).hexdigest():
         raise RunError(f"{path} is the score of another artifact; score and audit again")
-    audit = folder.read_json(folder.audit_file)
-    if audit["files"] != hash_files(folder):
-        raise RunError(
-            f"{folder.audit_file} is of other files than those here; run 'underpar audit "
-            f"{folder.path}' again"
-        )
-    if audit["verdict"] == FAIL:
-        rules = ", ".join(f["rule"] for f in audit["findings"] if f["verdict"] == FAIL)
-        raise RunError(f"{folder.path} fails its audit ({rules}); it cannot be submitted")
-    _require_as_trained(folder, recipe, LazyArtifact(artifact), budget)
+    counted = quantized.get("script_bytes")
     return SeedRun(
         folder=folder,
         recipe=recipe,
         about=about,
         validation=validation,
         score=score_from_dict(tree),
-        audit=audit,
+        audit=_read_audit(folder),
         train_seconds=sum(spent_seconds(folder).values()),
-        code_bytes=int(budget["classes"]["code"]),
+        script_bytes=None if counted is None else int(str(counted)),
     )
 
 
 def _require_as_trained(
-    folder: RunFolder, recipe: Recipe, artifact: LazyArtifact, budget: dict[str, Any]
+    folder: RunFolder, recipe: Recipe, artifact: LazyArtifact, quantized: Mapping[str, object]
 ) -> None:
     """Refuse options of packing that train_gpt.py, which has only the recipe, would not repeat."""
     changed = None
     if artifact.header.recipe.quant != recipe.quant:
         changed = "--set"
-    elif budget["cap_bytes"] != recipe.limits.cap_bytes:
+    elif quantized["cap_bytes"] != recipe.limits.cap_bytes:
         changed = "--cap"
     elif artifact.names_tokenizer:
         changed = "--tokenizer-apart"
@@ -203,6 +196,23 @@ def _require_as_trained(
             f"{folder.path} was packed with {changed}, which its recipe does not say; pack it "
             "again with --for-submission alone"
         )
+
+
+def _read_audit(folder: RunFolder) -> AuditResult:
+    """The audit of a run, as the report reads it; it may lack evidence, but may not fail."""
+    folder.need(folder.audit_file)
+    audit = gather(folder).audit
+    assert audit is not None, "the file is there"
+    if audit.verdict == FAIL:
+        rules = ", ".join(f.rule for f in audit.findings if f.verdict == FAIL)
+        raise RunError(f"{folder.path} fails its audit ({rules}); it cannot be submitted")
+    if audit.verdict not in VERDICTS:
+        changed = f" ({', '.join(audit.changed[:3])} changed)" if audit.changed else ""
+        raise RunError(
+            f"{folder.audit_file} is {audit.verdict}{changed}; run 'underpar audit {folder.path}' "
+            "again"
+        )
+    return audit
 
 
 def require_one_batch(batch: Sequence[SeedRun]) -> None:
@@ -251,11 +261,12 @@ def require_counted(run: SeedRun, script_bytes: int, cap_bytes: int) -> None:
             f"{total} bytes, {total - cap_bytes} over the cap of {cap_bytes}; run 'underpar pack "
             f"{run.folder.path} --for-submission', then score and audit again"
         )
-    if run.code_bytes != script_bytes:
+    if run.script_bytes != script_bytes:
+        counted = "that of score.py" if run.script_bytes is None else f"{run.script_bytes} bytes"
         raise RunError(
-            f"{run.folder.path} was packed with {run.code_bytes} bytes of code, its {SCRIPT} has "
-            f"{script_bytes}; run 'underpar pack {run.folder.path} --for-submission', then score "
-            "and audit again"
+            f"{run.folder.path} was packed with other code counted ({counted}) than its {SCRIPT} "
+            f"({script_bytes} bytes); run 'underpar pack {run.folder.path} --for-submission', then "
+            "score and audit again"
         )
 
 
@@ -307,5 +318,5 @@ def _seed_result(run: SeedRun, code_bytes: int) -> dict[str, Any]:
         "steps": run.validation["step"],
         "train_seconds": run.train_seconds,
         "eval_seconds": run.eval_seconds,
-        "audit": run.audit["verdict"],
+        "audit": run.audit.verdict,
     }

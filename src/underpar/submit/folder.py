@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.metadata import packages_distributions, version
 from sys import stdlib_module_names
-from typing import Any
+from typing import Any, Protocol
 
 from underpar.build.levers import find_lever
 from underpar.recipe import Recipe
@@ -20,6 +20,22 @@ from underpar.submit.script import TRAIN_ENTRY
 
 README, SUBMISSION, SCRIPT = "README.md", "submission.json", "train_gpt.py"
 REQUIREMENTS = "requirements.txt"
+
+
+class Ruling(Protocol):
+    """A rule of an audit, its verdict, and the numbers behind it in a sentence."""
+
+    @property
+    def rule(self) -> str:
+        """Name of the rule."""
+
+    @property
+    def verdict(self) -> str:
+        """Pass, fail or not shown."""
+
+    @property
+    def summary(self) -> str:
+        """What was seen."""
 
 
 def requirements(recipe: Recipe, submission: Mapping[str, Any]) -> str:
@@ -48,7 +64,7 @@ def _foreign_packages(source: str) -> frozenset[str]:
 
 
 def readme(
-    submission: Mapping[str, Any], recipe: Recipe, audits: Mapping[int, Sequence[Mapping[str, Any]]]
+    submission: Mapping[str, Any], recipe: Recipe, audits: Mapping[int, Sequence[Ruling]]
 ) -> str:
     """README.md from submission.json, the recipe and the findings of each seed's audit."""
     return (
@@ -140,21 +156,19 @@ def _run(tree: Mapping[str, Any]) -> str:
     )
 
 
-def _audit(audits: Mapping[int, Sequence[Mapping[str, Any]]]) -> str:
+def _audit(audits: Mapping[int, Sequence[Ruling]]) -> str:
     seeds = list(audits)
-    first = audits[seeds[0]]
     lines = [
         f"| rule | {' | '.join(f'seed {seed}' for seed in seeds)} | evidence, seed {seeds[0]} |",
         "|---|" + "---|" * (len(seeds) + 1),
     ]
-    for finding in first:
-        rule = finding["rule"]
+    for ruling in audits[seeds[0]]:
         verdicts = [
-            next((f["verdict"] for f in audits[seed] if f["rule"] == rule), "not judged")
+            next((r.verdict for r in audits[seed] if r.rule == ruling.rule), "not judged")
             for seed in seeds
         ]
-        evidence = str(finding["summary"]).replace("|", "/")
-        lines.append(f"| {rule} | {' | '.join(verdicts)} | {evidence} |")
+        evidence = ruling.summary.replace("|", "/")
+        lines.append(f"| {ruling.rule} | {' | '.join(verdicts)} | {evidence} |")
     return "\n".join(lines)
 
 
