@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from made_up_bundles import dump, pack
 
+from commands import run_json
 from tiny import TinyRun
 from underpar.build.levers import resolve_levers
 from underpar.core.run_folder import RunFolder
 from underpar.data.folder import load_data
-from underpar.data.published.exchange import export_published
 from underpar.errors import DataError, RecipeError, RunError
 from underpar.recipe import Recipe, load_recipe, to_toml
 from underpar.score.method import ADAPT, PLAIN
@@ -85,7 +85,7 @@ def test_options_come_from_words_or_from_the_variables_of_the_contest(
 
 
 def test_published_token_files_are_imported_once(tiny_run: TinyRun, tmp_path: Path) -> None:
-    export_published(load_data(tiny_run.data), tiny_run.data, tmp_path / "export")
+    run_json("data", "export", tiny_run.data, "--out", tmp_path / "export")
     [tokens] = (tmp_path / "export" / "datasets").iterdir()
     [model] = (tmp_path / "export" / "tokenizers").iterdir()
     words = ["--data", str(tokens), "--out", str(tmp_path / "run"), "--seed", "1"]
