@@ -14,7 +14,7 @@ from underpar.core.runtime import Runtime
 from underpar.score.method import ADAPT
 from underpar.stages.pack import pack_run
 from underpar.stages.score import score_artifact
-from underpar.submit.script import train_script
+from underpar.submit.train_script import train_script
 
 
 def make_submittable(tiny_run: TinyRun, path: Path, runtime: Runtime) -> RunFolder:

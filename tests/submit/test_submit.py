@@ -20,11 +20,11 @@ from underpar.audit.finding import Finding
 from underpar.audit.submission import check_submission
 from underpar.core.run_folder import RunFolder
 from underpar.core.runtime import Runtime
-from underpar.core.tensor_files import read_tensors, save_tensors
+from underpar.core.tensor_files import read_about, read_tensors, save_tensors
 from underpar.errors import UnderparError
 from underpar.stages.pack import pack_run
 from underpar.stages.submit import Author, write_submission
-from underpar.submit.script import train_script
+from underpar.submit.train_script import train_script
 
 CAP = 16_000_000
 ME = Author("A Name", "a-name", "A title", "One sentence")
@@ -286,9 +286,8 @@ def test_a_run_over_the_cap_is_refused_with_the_train_script_counted(
 def test_packing_for_a_submission_counts_the_train_script(
     source: RunFolder, tiny_run: TinyRun
 ) -> None:
-    counted = source.read_json(source.budget_file)["classes"]["code"]
-    assert counted == len(train_script(tiny_run.recipe))
-    assert counted > tiny_run.folder.script_file.stat().st_size
+    counted = read_about(source.quantized_file)["script_bytes"]
+    assert counted == len(train_script(tiny_run.recipe)) > source.script_file.stat().st_size
 
 
 def test_the_pack_command_counts_the_train_script(tiny_run: TinyRun, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from underpar.stages.pack import pack_run
 from underpar.stages.train_gpt import open_data, parse, read_recipe, scoring_of
 from underpar.submit.bundle import ENTRY, bundle, module_path, modules_of
 from underpar.submit.folder import requirements
-from underpar.submit.script import RECIPE_FILE, TRAIN_ENTRY, train_script, without_seed
+from underpar.submit.train_script import RECIPE_FILE, TRAIN_ENTRY, train_script, without_seed
 from underpar.submit.unbundle import read_bundle
 
 TWO_RANKS = [sys.executable, "-I", "-m", "torch.distributed.run", "--standalone"]

@@ -21,7 +21,7 @@ from underpar.errors import RuleError, UnderparError
 from underpar.recipe import Recipe, from_tree, to_toml
 from underpar.submit.folder import README, REQUIREMENTS, SCRIPT, SUBMISSION
 from underpar.submit.log import log_name
-from underpar.submit.script import RECIPE_FILE, TRAIN_ENTRY
+from underpar.submit.train_script import RECIPE_FILE, TRAIN_ENTRY
 from underpar.submit.unbundle import read_bundle
 
 # Runs that a claim normally needs (rule R15).

@@ -254,7 +254,7 @@ def pack(
     from underpar.core.run_folder import RunFolder
     from underpar.core.runtime import open_runtime
     from underpar.stages import pack as stage
-    from underpar.submit.script import train_script
+    from underpar.submit.train_script import train_script
 
     folder = RunFolder(run)
     part = quant_part(folder, set_)

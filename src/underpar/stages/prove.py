@@ -45,7 +45,7 @@ from underpar.stages.train import train
 from underpar.stages.train_gpt import read_recipe, scoring_of
 from underpar.submit.bundle import module_path
 from underpar.submit.folder import SCRIPT
-from underpar.submit.script import RECIPE_FILE
+from underpar.submit.train_script import RECIPE_FILE
 from underpar.submit.unbundle import unbundle
 
 # Text of the proof: so many documents of so many characters.

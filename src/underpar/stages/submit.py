@@ -39,7 +39,7 @@ from underpar.submit.folder import (
     requirements,
 )
 from underpar.submit.log import log_name, train_log, val_loss
-from underpar.submit.script import train_script, without_seed
+from underpar.submit.train_script import train_script, without_seed
 
 # The machine of the contest's track with a limit of time (rules R02, R03).
 TRACK_DEVICE, TRACK_RANKS = "H100", 8

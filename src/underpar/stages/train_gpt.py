@@ -1,6 +1,6 @@
 """The program of train_gpt.py: train, pack and score a recipe with one command, on any ranks.
 
-`submit.script.train_script` bundles this module, everything that it imports and the recipe.
+`submit.train_script` bundles this module, everything that it imports and the recipe.
 
     torchrun --standalone --nproc-per-node 8 train_gpt.py --data DATA --out RUN --seed 42
 

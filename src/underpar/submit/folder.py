@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from underpar.build.levers import find_lever
 from underpar.recipe import Recipe
 from underpar.submit.bundle import module_path, modules_of
-from underpar.submit.script import TRAIN_ENTRY
+from underpar.submit.train_script import TRAIN_ENTRY
 
 README, SUBMISSION, SCRIPT = "README.md", "submission.json", "train_gpt.py"
 REQUIREMENTS = "requirements.txt"

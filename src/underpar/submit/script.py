@@ -1,4 +1,4 @@
-"""The two scripts of a run: score.py scores its artifact, train_gpt.py trains, packs and scores."""
+"""The counted script of a run: score.py beside its artifact, with the code of all of its scores."""
 
 from __future__ import annotations
 
@@ -7,13 +7,9 @@ from dataclasses import replace
 
 from underpar.build.scoring import method_of
 from underpar.core.run_folder import RunFolder, write_atomic
-from underpar.recipe import Recipe, to_toml
-from underpar.schema import TrainPart
+from underpar.recipe import Recipe
 from underpar.score.ledger import Score
-from underpar.submit.bundle import ENTRY, bundle
-
-# The program of train_gpt.py, and where in the bundle it finds its recipe.
-TRAIN_ENTRY, RECIPE_FILE = "underpar.stages.train_gpt", "underpar/stages/recipe.toml"
+from underpar.submit.bundle import bundle
 
 
 def counted_recipe(recipe: Recipe, scores: Iterable[Score]) -> Recipe:
@@ -29,17 +25,3 @@ def write_script(folder: RunFolder, recipe: Recipe, scores: Iterable[Score] = ()
     script = bundle(counted_recipe(recipe, scores))
     write_atomic(folder.script_file, script)
     return script
-
-
-def without_seed(recipe: Recipe) -> Recipe:
-    """The recipe with the default seed: equal for all runs that differ in nothing but the seed."""
-    return replace(recipe, train=replace(recipe.train, seed=TrainPart().seed))
-
-
-def train_script(recipe: Recipe) -> bytes:
-    """train_gpt.py: trains, packs and scores `recipe`; the same bytes for every seed.
-
-    It also carries the program of score.py, which packing writes.
-    """
-    recipe = without_seed(recipe)
-    return bundle(recipe, TRAIN_ENTRY, also=[ENTRY], files={RECIPE_FILE: to_toml(recipe)})
