@@ -22,6 +22,7 @@ from underpar.core.run_folder import RunFolder
 from underpar.core.runtime import Runtime
 from underpar.core.tensor_files import read_about, read_tensors, save_tensors
 from underpar.errors import UnderparError
+from underpar.stages.foreign import audit_submission
 from underpar.stages.pack import pack_run
 from underpar.stages.submit import Author, write_submission
 from underpar.submit.train_script import train_script
@@ -116,6 +117,19 @@ def test_figures_are_those_of_the_runs(
     log = (written / "train_seed42.log").read_text()
     assert log.count("\nstep:") == 30
     assert re.search(r"final method:adapt val_loss:[\d.]+ val_bpb:[\d.]+ eval_time:\d+ms\n\Z", log)
+
+
+@pytest.mark.slow
+def test_the_audit_of_foreign_submissions_reads_the_folder(
+    source: RunFolder, tmp_path: Path
+) -> None:
+    write_submission([source.path], tmp_path / "one", ME)
+    findings = {f.rule: f for f in audit_submission(tmp_path / "one").findings}
+    assert [rule for rule, f in findings.items() if f.verdict == "fail"] == ["coverage"]
+    # Right: the tiny text is not the contest's.
+    assert "of 50,000 documents" in findings["coverage"].summary
+    read = ("folder", "size", "claims", "time", "scoring time", "static scan")
+    assert {findings[rule].verdict for rule in read} == {"pass"}
 
 
 def test_one_run_is_a_submission_that_lacks_seeds(source: RunFolder, tmp_path: Path) -> None:

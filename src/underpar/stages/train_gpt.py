@@ -95,7 +95,7 @@ def run(options: Namespace, script_bytes: int) -> None:
     if runtime.is_main:
         log = train_log(folder, method.label, script_bytes)
         write_atomic(folder.path / log_name(recipe.train.seed), log)
-        print("\n".join(log.splitlines()[-2:]))
+        print("\n".join(log.splitlines()[-3:]))
 
 
 def read_recipe(path: Path, seed: int, changes: Sequence[str]) -> Recipe:

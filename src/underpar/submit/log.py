@@ -32,25 +32,28 @@ def train_log(folder: RunFolder, label: str, code_bytes: int) -> str:
     about, recipe = folder.read_json(folder.about_file), folder.read_recipe()
     validation = folder.read_json(folder.validation_file)
     tree = folder.read_json(folder.score_file(label))
+    score, last_step = score_from_dict(tree), validation["step"]
     model_bytes = folder.artifact_file.stat().st_size
     versions = " ".join(f"{name}:{number}" for name, number in about["versions"].items())
     lines = [
         f"recipe:{recipe.hash} seed:{recipe.train.seed} data:{about['data_identity']} {versions}",
         f"ranks:{about['ranks']} device:{about['device']} weights:{about['num_weights']}",
         *to_toml(recipe).splitlines(),
-        *map(_step, folder.metrics()),
-        f"end of training step:{validation['step']} tokens:{validation['tokens']} "
+        *(_step(line, last_step) for line in folder.metrics()),
+        f"end of training step:{last_step} tokens:{validation['tokens']} "
         f"train_time:{validation['seconds'] * 1000:.0f}ms",
         *_before_rounding(validation),
         f"model_bytes:{model_bytes} code_bytes:{code_bytes} "
         f"total_bytes:{model_bytes + code_bytes} artifact_sha256:{tree['artifact_sha256']}",
-        _final(score_from_dict(tree)),
+        f"val_docs:{len(score.entries)} target_tokens:{score.num_targets} "
+        f"val_bytes:{score.num_bytes}",
+        _final(score),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _step(line: dict[str, Any]) -> str:
-    text = f"step:{line['step']} train_loss:{line['loss']:.4f} tokens:{line['tokens']} "
+def _step(line: dict[str, Any], last_step: int) -> str:
+    text = f"step:{line['step']}/{last_step} train_loss:{line['loss']:.4f} tokens:{line['tokens']} "
     text += f"train_time:{line['seconds'] * 1000:.0f}ms"
     return text + (f" val_bpb:{line['val_bpb']:.4f}" if "val_bpb" in line else "")
 
