@@ -228,7 +228,7 @@ REFUSED: list[tuple[Callable[[RunFolder], None], str]] = [
     (packed_without_the_tokenizer, "was packed with --tokenizer-apart"),
     (packed_with_another_cap, "was packed with --cap"),
     (other_version, "was trained by underpar 0.0.1"),
-    (without_values, "a file lacks a value"),
+    (without_values, "validation.json: seconds is missing"),
     (not_even_a_table, "audit.json"),
 ]
 

@@ -335,9 +335,7 @@ def pack_run(
     `script_bytes` are counted instead of those of the script that scores.
     """
     with lock_folder(folder.path):
-        return _pack_run(
-            folder, cap_bytes, part, runtime, on_round, tokenizer_inside, script_bytes
-        )
+        return _pack_run(folder, cap_bytes, part, runtime, on_round, tokenizer_inside, script_bytes)
 
 
 def _pack_run(
