@@ -5,7 +5,11 @@ from interface import commands, interfaces
 from pinned import differences, read_pinned
 
 # Words of a pinned command -> names of the options it has gained on purpose.
-NEW_OPTIONS: dict[str, set[str]] = {"": {"debug"}, "recipe show": {"forward"}}
+NEW_OPTIONS: dict[str, set[str]] = {
+    "": {"debug"},
+    "recipe show": {"forward"},
+    "pack": {"for_submission"},
+}
 
 PINNED = read_pinned()["interface"]
 

@@ -12,13 +12,13 @@ import os
 import sys
 import traceback
 
-from underpar.cli import data, judge, lab, make, use
+from underpar.cli import data, judge, lab, make, submit, use
 from underpar.cli.console import show_error
 from underpar.cli.options import BROKEN_PIPE, app
 from underpar.core.runtime import keep_bytecode
 from underpar.errors import UnderparError
 
-__all__ = ["app", "data", "judge", "lab", "main", "make", "use"]
+__all__ = ["app", "data", "judge", "lab", "main", "make", "submit", "use"]
 
 MISTAKE, UNFORESEEN, INTERRUPTED = 2, 70, 130
 

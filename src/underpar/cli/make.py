@@ -229,6 +229,13 @@ def pack(
             help="Store only the tokenizer's hash in the file; its bytes still count.",
         ),
     ] = False,
+    for_submission: Annotated[
+        bool,
+        typer.Option(
+            "--for-submission",
+            help="Count the bytes of train_gpt.py, which 'underpar submit' writes, as the code.",
+        ),
+    ] = False,
     device: Device = "auto",
     json: Json = False,
 ) -> None:
@@ -237,6 +244,7 @@ def pack(
     \b
     underpar pack runs/mine
     underpar pack runs/mine --cap 8000000
+    underpar pack runs/mine --for-submission
     underpar pack runs/mine --set "quant.rules=['blocks.* grid8+columns', '* fp16']"
 
     One constant sets the steps of all schemes gridS; it is chosen so that the file fills the cap.
@@ -246,11 +254,14 @@ def pack(
     from underpar.core.run_folder import RunFolder
     from underpar.core.runtime import open_runtime
     from underpar.stages import pack as stage
+    from underpar.submit.train_script import train_script
 
     folder = RunFolder(run)
     part = quant_part(folder, set_)
     progress = open_progress(json)
-    budget = stage.pack(folder, open_runtime(device), cap, part, progress, not tokenizer_apart)
+    script_bytes = len(train_script(folder.read_recipe())) if for_submission else None
+    inside = not tokenizer_apart
+    budget = stage.pack(folder, open_runtime(device), cap, part, progress, inside, script_bytes)
     _show_budget(budget, str(folder.artifact_file), json)
 
 

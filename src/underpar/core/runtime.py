@@ -69,6 +69,11 @@ def keep_kernels() -> None:
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder))
 
 
+def variable(name: str, default: str) -> str:
+    """An environment variable: the contest's scripts take their paths and their seed from these."""
+    return os.environ.get(name, default)
+
+
 @dataclass(frozen=True)
 class Runtime:
     """The device of this process, and which of the job's ranks it is."""

@@ -167,7 +167,7 @@ def open_case(folder: RunFolder, runtime: Runtime, request: AuditRequest) -> Cas
         claims=claims.trees,
         refused=claims.refused,
         runtime=runtime,
-        spent_seconds=_spent_seconds(folder),
+        spent_seconds=spent_seconds(folder),
         limits=request.limits,
         rng=np.random.default_rng(request.seed),
         num_documents=request.num_documents,
@@ -239,7 +239,7 @@ def _clock_that_stops(score: Score) -> Callable[[], float]:
     return now
 
 
-def _spent_seconds(folder: RunFolder) -> dict[str, float]:
+def spent_seconds(folder: RunFolder) -> dict[str, float]:
     """Seconds that each stage spent on training text."""
     spent = {"train": folder.read_fields(folder.validation_file).number("seconds")}
     files = {"calibrate": folder.calibration_file, "tune": folder.quantized_file}

@@ -82,6 +82,8 @@ class PackJob:
     quant: QuantJob
     tokenizer: bytes
     cap_bytes: int
+    # Bytes of a script that is counted instead of the one that scores, such as train_gpt.py.
+    script_bytes: int | None = None
 
     @property
     def recipe(self) -> Recipe:
@@ -96,8 +98,8 @@ class PackJob:
 
     @cached_property
     def code_bytes(self) -> int:
-        """Bytes of the script that scores."""
-        return len(bundle(self.recipe))
+        """Bytes of the script that is counted; by default of the one that scores."""
+        return self.script_bytes or len(bundle(self.recipe))
 
     @property
     def layout(self) -> dict[str, tuple[tuple[int, ...], Scheme]]:
@@ -134,6 +136,7 @@ class PackJob:
             "weights_sha256": self.trained.sha256,
             "quant": to_tree(self.recipe)["quant"],
             "cap_bytes": self.cap_bytes,
+            "script_bytes": self.script_bytes,
             "calibration": self.quant.measured.about if self.quant.measured else None,
         }
 
@@ -143,6 +146,7 @@ def open_pack_job(
     cap_bytes: int | None = None,
     part: QuantPart | None = None,
     runtime: Runtime = ALONE,
+    script_bytes: int | None = None,
 ) -> PackJob:
     """A run's weights with their calibration.
 
@@ -158,7 +162,8 @@ def open_pack_job(
     if needs_calibration(recipe):
         measured = _read_calibration(folder, trained, runtime)
     quant = open_job(trained.weights, recipe.quant, measured, runtime.device)
-    return PackJob(replace(trained, recipe=recipe), quant, tokenizer, cap_bytes or largest_cap)
+    trained = replace(trained, recipe=recipe)
+    return PackJob(trained, quant, tokenizer, cap_bytes or largest_cap, script_bytes)
 
 
 def read_tokenizer(folder: RunFolder, recipe: Recipe) -> bytes:
@@ -322,13 +327,15 @@ def pack_run(
     runtime: Runtime = ALONE,
     on_round: OnRound | None = None,
     tokenizer_inside: bool = True,
+    script_bytes: int | None = None,
 ) -> Budget:
     """Pack a run: round it if that was not done yet, pack, verify, write; nothing over the cap.
 
     If the tokenizer is not inside the file, it is tokenizer.model in the run folder, and counted.
+    `script_bytes` are counted instead of those of the script that scores.
     """
     with lock_folder(folder.path):
-        return _pack_run(folder, cap_bytes, part, runtime, on_round, tokenizer_inside)
+        return _pack_run(folder, cap_bytes, part, runtime, on_round, tokenizer_inside, script_bytes)
 
 
 def _pack_run(
@@ -338,8 +345,9 @@ def _pack_run(
     runtime: Runtime,
     on_round: OnRound | None,
     tokenizer_inside: bool,
+    script_bytes: int | None,
 ) -> Budget:
-    job = open_pack_job(folder, cap_bytes, part, runtime)
+    job = open_pack_job(folder, cap_bytes, part, runtime, script_bytes)
     about = read_about(folder.quantized_file) if folder.quantized_file.exists() else {}
     if any(about.get(key) != value for key, value in job.identity().items()):
         quantize_run(job, folder, runtime, on_round)
@@ -393,10 +401,11 @@ def pack(
     part: QuantPart | None = None,
     progress: Progress = SILENT,
     tokenizer_inside: bool = True,
+    script_bytes: int | None = None,
 ) -> Budget:
     """The artifact of a run, under its cap."""
     with rounds_bar(progress) as show:
-        return pack_run(folder, cap_bytes, part, runtime, show, tokenizer_inside)
+        return pack_run(folder, cap_bytes, part, runtime, show, tokenizer_inside, script_bytes)
 
 
 @contextmanager

@@ -1,11 +1,11 @@
-"""The counted script: one Python file with the modules of this package that scoring needs.
+"""One Python file with the modules of this package that an entry needs, such as the counted script.
 
-The rules count the bytes of the code that turns an artifact into a score. The bundle is that code:
+The rules count the bytes of the code that turns an artifact into a score. A bundle is that code:
 a short bootstrap and a compressed payload. It is built in three steps.
 
-1. Collect modules: follow the imports of `submit.entry` and of the recipe's levers. An import
-   inside a function counts like any other; an import under TYPE_CHECKING does not. Training,
-   packing, reports and unused levers are never imported and so never carried.
+1. Collect modules: follow the imports of the entry and of the recipe's levers. An import inside a
+   function counts like any other; an import under TYPE_CHECKING does not. What is not imported is
+   not carried: the script that scores has no training, and no bundle has unused levers.
 2. Strip each module: no docstrings, comments, annotations or declarations of protocols, and one
    space per level of nesting. Names, asserts and lines of code stay as they are.
 3. Compress all modules as one block, and put the block into the bootstrap as a string literal.
@@ -21,7 +21,7 @@ import ast
 import json
 import lzma
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -50,22 +50,36 @@ TYPE_MODULES = ("collections.abc", "typing", "torch")
 ESCAPES = {"\\": "\\\\", "'": "\\'", "\0": "\\0", "\n": "\\n", "\r": "\\r"}
 
 
-def bundle(recipe: Recipe, entry: str = ENTRY) -> bytes:
-    """The script that runs `main` of `entry` with the levers of `recipe`; its length is counted."""
-    names = [name for name in recipe.levers if name in LEVERS]
-    roots = [entry, *(LEVERS[name] for name in names)]
-    # An engine is imported by its name, which following imports does not find.
-    roots += [m.ENGINE for m in map(lever_module, names) if hasattr(m, "ENGINE")]
+def bundle(
+    recipe: Recipe,
+    entry: str = ENTRY,
+    also: Sequence[str] = (),
+    files: Mapping[str, str] | None = None,
+) -> bytes:
+    """The script that runs `main` of `entry` with the levers of `recipe`; its length is counted.
+
+    `also` names modules to carry that `entry` does not import, `files` other texts by their path.
+    """
     sources = {}
-    for module in sorted(module_closure(roots)):
+    for module in sorted(modules_of(recipe, entry, also)):
         path = module_path(module)
         name = module.replace(".", "/") + ("/__init__.py" if path.stem == "__init__" else ".py")
         sources[name] = strip(path.read_text())
+    sources |= files or {}
     raw = json.dumps(sources, separators=(",", ":")).encode()
     packed = lzma.compress(raw, lzma.FORMAT_RAW, filters=FILTERS)
     payload = as_literal(packed)
     filters = repr(FILTERS).replace(" ", "")
     return BOOTSTRAP.format(payload=payload, entry=entry, filters=filters).encode("latin-1")
+
+
+def modules_of(recipe: Recipe, entry: str = ENTRY, also: Sequence[str] = ()) -> set[str]:
+    """The modules of a bundle."""
+    names = [name for name in recipe.levers if name in LEVERS]
+    roots = [entry, *also, *(LEVERS[name] for name in names)]
+    # An engine is imported by its name, which following imports does not find.
+    roots += [m.ENGINE for m in map(lever_module, names) if hasattr(m, "ENGINE")]
+    return module_closure(roots)
 
 
 def as_literal(data: bytes) -> str:
