@@ -46,6 +46,7 @@ from underpar.stages.pack import open_pack_job, pack_run
 from underpar.stages.train import ProgressLine, data_of, train, validation_of
 from underpar.stages.use import open_codec
 from underpar.train.checkpoint import Position, read_checkpoint
+from underpar.train.evidence import NOTHING, next_hash, read_account, read_chain
 from underpar.train.guard import read_reference
 
 QUICK_CASES, MANY_CASES = 1000, 10_000
@@ -90,6 +91,20 @@ def edit_safetensors(path: Path) -> Edit:
         return path.read_bytes()
 
     return edit
+
+
+def edit_chain(data: bytes, rng: random.Random) -> bytes:
+    """Edited lines of a hash chain, hashed again where they still are entries."""
+    lines, before = [], NOTHING
+    for line in edit_lines(data, rng).splitlines(keepends=True):
+        try:
+            entry = {k: v for k, v in json.loads(line).items() if k != "hash"}
+        except (ValueError, AttributeError):
+            lines.append(line)
+            continue
+        before = next_hash(before, entry)
+        lines.append(json.dumps({**entry, "hash": before}).encode() + b"\n")
+    return b"".join(lines)
 
 
 def edit_shard(data: bytes, rng: random.Random) -> bytes:
@@ -274,6 +289,12 @@ def targets(tiny_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> list
             ),
             edit_lines,
             heavy=(resume, report),
+        ),
+        Target(
+            "chain",
+            folder.evidence_file,
+            (lambda: read_account(read_chain(folder.evidence_file)),),
+            edit_chain,
         ),
         Target("validation", folder.validation_file, (lambda: validation_of(folder),), edit_json),
         Target("budget", folder.budget_file, (look,), edit_json, heavy=(report,)),
