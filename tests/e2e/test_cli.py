@@ -152,7 +152,7 @@ def test_what_a_stopped_score_left_is_refused_if_damaged(
     line = fails(*words)
     assert str(left) in line and "--fresh" in line and len(line.strip().splitlines()) == 1
     assert run_json(*words, "--fresh")["finished"]
-    assert {p.name for p in tmp_path.iterdir()} == {"model.upar", "score.py", "score-plain.json"}
+    assert {p.name for p in tmp_path.iterdir()} == {"model.upar", "score-plain.json"}
 
 
 def test_size_forecasts_and_enforces() -> None:

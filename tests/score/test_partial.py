@@ -421,7 +421,7 @@ def continue_and_start_over(command: list[str], label: str, folder: Path) -> Non
     continued = runner.invoke(cli.app, command, catch_exceptions=False)
     assert continued.exit_code == 0, continued.output
     assert continued.stderr.splitlines() == [f"continuing {file} at step {STEP}"]
-    assert {p.name for p in folder.iterdir()} == {"model.upar", "score.py", score.name}
+    assert {p.name for p in folder.iterdir()} == {"model.upar", score.name}
     entries = ledger(score)
     file.write_bytes(left)
     whole = runner.invoke(cli.app, [*command, "--fresh"], catch_exceptions=False)
@@ -467,7 +467,7 @@ def test_killed_ranks_continue_together(tiny_run: TinyRun, artifact_file: Path) 
     assert done.returncode == 0, done.stderr
     assert f"score-lora_ttt.partial at step {STEP}" in done.stderr
     score = folder / "score-lora_ttt.json"
-    assert {p.name for p in folder.iterdir()} == {"model.upar", "score.py", score.name}
+    assert {p.name for p in folder.iterdir()} == {"model.upar", score.name}
     entries = ledger(score)
     assert launch(command, *pair, number=0).returncode == 0
     assert ledger(score) == entries

@@ -110,7 +110,9 @@ def _score_artifact(
     path = folder.score_file(score.method)
     if runtime.is_main:
         write_json(path, {**about, **score.as_dict()})
-        write_script(folder, artifact.recipe, identity)
+        # In a folder that is not a run, a file of the script's name belongs to somebody else.
+        if folder.budget_file.is_file():
+            write_script(folder, artifact.recipe, identity)
     partial.remove()
     return Scored(score, path, about)
 
