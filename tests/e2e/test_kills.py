@@ -42,6 +42,9 @@ def essence(path: Path) -> Any:
         return {name: (t.shape, t.numpy().tobytes()) for name, t in tensors.items()}
     if path.name == "metrics.jsonl":
         return [(m["step"], m["loss"]) for m in RunFolder(path.parent).metrics()]
+    if path.name == "evidence.jsonl":
+        # It hashes seconds and names each start; the audit judges it.
+        return "a chain"
     if path.name == "audit.json":
         return [(f["rule"], f["verdict"]) for f in json.loads(path.read_text())["findings"]]
     if path.suffix == ".json":
