@@ -9,6 +9,17 @@ NEW_OPTIONS: dict[str, set[str]] = {
     "": {"debug"},
     "recipe show": {"forward"},
     "pack": {"for_submission"},
+    "audit": {
+        "cap",
+        "documents",
+        "expect_data",
+        "profile",
+        "score_seconds",
+        "seed",
+        "strict",
+        "train_seconds",
+    },
+    "demo": {"full"},
 }
 
 PINNED = read_pinned()["interface"]
