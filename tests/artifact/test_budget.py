@@ -61,7 +61,7 @@ def test_every_byte_has_a_class(inside: bool) -> None:
 
 def test_nothing_over_the_cap_is_written(tiny_run: TinyRun, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    for name in ("recipe_file", "weights_file", "tokenizer_file"):
+    for name in ("recipe_file", "about_file", "weights_file", "tokenizer_file"):
         source, target = getattr(tiny_run.folder, name), getattr(folder, name)
         target.write_bytes(source.read_bytes())
     with pytest.raises(ArtifactError, match="over the cap of 50000"):

@@ -19,9 +19,10 @@ import os, sys, time
 from pathlib import Path
 from underpar.core.locks import lock_folder
 with lock_folder(Path(sys.argv[1]), create=True):
-    worker = os.fork() if sys.argv[2:] == ["fork"] else 1
-    if worker:
-        print(worker, flush=True)
+    worker = os.fork() if sys.argv[2:] == ["fork"] else 0
+    if not worker:
+        # A worker speaks once it runs.
+        print(os.getpid(), flush=True)
     time.sleep(60)
 """
 

@@ -84,7 +84,8 @@ def test_a_sidecar_of_an_older_build_does_not_stay(tmp_path: Path) -> None:
     train = write_jsonl(tmp_path / "train.jsonl", prose(10))
     for number, text in enumerate(("One \ue001 operator", "None")):
         val = write_jsonl(tmp_path / "val.jsonl", [text])
-        build_data([train], tmp_path / "out", BuildOptions(320, [val], transform="caseops"))
+        options = BuildOptions(320, [val], transform="caseops")
+        build_data([train], tmp_path / "out", options, overwrite=True)
         assert (tmp_path / "out" / "val_bytes.bin").exists() == (number == 0)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 
-from underpar.artifact.unpack import LazyArtifact
 from underpar.audit.case import Case
 from underpar.audit.finding import PASS, Finding, judge, not_shown
 from underpar.build.levers import plug_levers
@@ -41,10 +40,9 @@ def training_time(case: Case) -> Finding:
 
 def stages_of(case: Case) -> list[str]:
     """The stages that read training text on the way to this artifact, by its content."""
-    rows = LazyArtifact(case.folder.artifact_file.read_bytes()).rows.values()
     infer = plug_levers(case.recipe, "infer").values()
     is_tuned = case.recipe.quant.tune_steps > 0 or any(hasattr(i, "classes") for i in infer)
-    is_calibrated = any(row.scheme.calibrated for row in rows)
+    is_calibrated = any(t.scheme.calibrated for t in case.artifact.tensors.values())
     return ["train", *["calibrate"] * is_calibrated, *["tune"] * is_tuned]
 
 
