@@ -57,7 +57,10 @@ def submit(
     if verify is not None and (runs or out):
         raise RunError(f"--verify {verify} checks a folder that is there; leave out runs and --out")
     if verify is not None and not is_submission(verify):
-        raise RunError(f"{verify} holds neither train_gpt.py nor submission.json; give the --out")
+        raise RunError(
+            f"{verify} holds neither train_gpt.py nor submission.json; give the --out of 'underpar "
+            "submit'"
+        )
     if verify is None:
         if not runs or out is None:
             raise RunError("submit needs RUN... and --out FOLDER, or --verify FOLDER")
