@@ -12,12 +12,13 @@ import re
 import tomllib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from underpar.audit.finding import Finding, judge, not_shown
-from underpar.errors import RuleError, UnderparError
+from underpar.audit.finding import Finding, apply_rule, judge, not_shown
+from underpar.errors import RuleError
 from underpar.recipe import Recipe, from_tree, to_toml
 from underpar.submit.folder import README, REQUIREMENTS, SCRIPT, SUBMISSION
 from underpar.submit.log import log_name
@@ -44,13 +45,7 @@ def check_submission(folder: Path, cap_bytes: int) -> list[Finding]:
         "size": _size,
         "runs": _runs,
     }
-    findings = []
-    for name, rule in rules.items():
-        try:
-            findings.append(rule(folder, cap_bytes))
-        except (UnderparError, LookupError, TypeError, ValueError, AttributeError) as error:
-            findings.append(judge(name, False, f"refused: {error!s:.200}"))
-    return findings
+    return [apply_rule(name, partial(rule, folder, cap_bytes)) for name, rule in rules.items()]
 
 
 def _read(path: Path) -> bytes:
