@@ -373,6 +373,20 @@ def test_a_score_better_than_the_code_fails(case: Case) -> None:
     assert reproduction(with_plain(case, shrink)).verdict == FAIL
 
 
+@pytest.mark.parametrize("name", ["num_documents", "code_tokens", "num_retrained"])
+def test_negative_counts_are_refused(name: str) -> None:
+    with pytest.raises(UnderparError, match="-3: expected 0 or more"):
+        AuditRequest(**{name: -3})
+
+
+def test_a_folder_that_is_no_run_is_refused(runtime: Runtime, tmp_path: Path) -> None:
+    (tmp_path / "a file").touch()
+    for path in (tmp_path, tmp_path / "a file", tmp_path / "missing"):
+        with pytest.raises(UnderparError, match="is not a run folder"):
+            audit_run(RunFolder(path), runtime)
+    assert [path.name for path in tmp_path.iterdir()] == ["a file"]
+
+
 def test_scores_of_another_artifact_are_refused(
     tiny_run: TinyRun, tmp_path: Path, runtime: Runtime
 ) -> None:
@@ -383,7 +397,9 @@ def test_scores_of_another_artifact_are_refused(
     case = open_case(folder, runtime, AuditRequest(tiny_run.data))
     finding = score_files(case)
     assert finding.verdict == FAIL
-    assert finding.evidence["wrong"] == {"score-plain.json": "it scores another artifact"}
+    assert finding.evidence["wrong"] == {
+        "score-plain.json": "it scores another artifact; score again"
+    }
 
 
 def test_time_with_training_text_is_training_time(case: Case) -> None:

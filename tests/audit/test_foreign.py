@@ -476,7 +476,7 @@ def test_hostile_files_are_refused_or_judged(tmp_path: Path) -> None:
     scores = ("\x1b[31mred val_loss:2.0 val_bpb:1.0", "\x1b[31mred val_loss:2.0 val_bpb:3.0")
     (folder / "train_seed42.log").write_text("\n".join(("val_tokens: 5", *scores)))
     (folder / "\x1b[2Jname.log").write_text("val_loss:2.0 val_bpb:1.0\n" * 9)
-    assert "?[#mred" in judged(folder)["selection"].summary
+    assert "\\x1b[#mred" in judged(folder)["selection"].summary
     assert all(f.summary.isprintable() and len(f.summary) < 500 for f in judged(folder).values())
     for number in range(1_001):
         (folder / f"{number}.txt").touch()

@@ -100,6 +100,13 @@ def test_tables_and_notes_show_no_terminal_sequences(capfd: pytest.CaptureFixtur
     assert "[red]x[/]" in printed and all(c.isprintable() or c == "\n" for c in printed)
 
 
+def test_a_long_hash_in_a_table_is_wrapped(capfd: pytest.CaptureFixture[str]) -> None:
+    sha256 = "0123456789abcdef" * 16
+    show_table("data", ("name", "evidence"), [("identity", sha256)])
+    printed = "".join(c for c in capfd.readouterr().out if c in "0123456789abcdef")
+    assert printed.endswith(sha256)
+
+
 HOSTILE_TOML = [
     b"\xff\xfe", b"x = " + b"9" * 5000, b"x = " + b"[" * 5000, b"x = " + b"{a=" * 5000,
     b".".join([b"a"] * 5000) + b" = 1", b"[model]\ndim = 1" + b"0" * 400, b"base = 3",

@@ -406,6 +406,7 @@ def test_a_wrong_folder_fails_by_a_named_check(
     [
         ((), "submit needs RUN"),
         (("run",), "submit needs RUN"),
+        (("--verify", "folder"), "neither train_gpt.py nor submission.json"),
         (("run", "--verify", "folder"), "leave out runs and --out"),
     ],
 )

@@ -68,7 +68,7 @@ def read_claims(folder: RunFolder, recipe: Recipe, artifact_sha256: str) -> Clai
                 score = _read_score(folder, path, tree)
                 method_of(score, recipe)
             if tree["artifact_sha256"] != artifact_sha256:
-                raise RuleError("it scores another artifact")
+                raise RuleError("it scores another artifact; score again")
         except UnderparError as error:
             refused[path.name] = f"{error}"[:200]
         else:

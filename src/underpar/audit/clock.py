@@ -20,8 +20,8 @@ OVERSHOOT = 0.01
 def training_time(case: Case) -> Finding:
     """Training, calibration and tuning fit the auditor's limit, and the recipe's own budget."""
     spent = sum(case.spent_seconds.values())
-    own = case.recipe.train.budget_seconds or case.limits.train_seconds
-    limit = min(own, case.limits.train_seconds)
+    budget = case.recipe.train.budget_seconds or case.limits.train_seconds
+    limit = min(budget, case.limits.train_seconds)
     parts = ", ".join(f"{name} {value:.1f}" for name, value in case.spent_seconds.items())
     told = f"{spent:.1f} of {limit:g} seconds with training text ({parts})"
     evidence = {"limit_seconds": limit, **case.spent_seconds}

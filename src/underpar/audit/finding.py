@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+
+from underpar.errors import DAMAGE, UnderparError, one_line
 
 # DEVIATION: accepted records break this rule too, in this way (section 4 of the field guide,
 # parameter-golf issue 1017). NOT_SHOWN: the evidence is missing.
@@ -40,6 +43,18 @@ def judge(rule: str, holds: bool, summary: str, **evidence: Any) -> Finding:
 def not_shown(rule: str, why: str, **evidence: Any) -> Finding:
     """A finding without the evidence that a verdict needs."""
     return Finding(rule, NOT_SHOWN, why, evidence)
+
+
+def apply_rule(name: str, rule: Callable[[], Finding]) -> Finding:
+    """What a rule finds, with its seconds. An error that the rule raises is a fail."""
+    started = time.perf_counter()
+    try:
+        finding = rule()
+    # A rule reads what the judged party wrote: files of other shapes are no evidence.
+    except (UnderparError, OSError, AssertionError, *DAMAGE) as error:
+        said = str(error) if isinstance(error, UnderparError) else repr(error)
+        finding = judge(name, False, f"refused: {one_line(said)}")
+    return replace(finding, seconds=time.perf_counter() - started)
 
 
 def deviates(finding: Finding, ids: Sequence[str], why: str) -> Finding:

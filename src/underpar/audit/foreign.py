@@ -11,9 +11,9 @@ from __future__ import annotations
 import json
 import math
 import re
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice, product
 from pathlib import Path
 from statistics import fmean
@@ -26,6 +26,7 @@ from underpar.audit.finding import (
     FAIL,
     PASS,
     Finding,
+    apply_rule,
     judge,
     not_shown,
 )
@@ -33,9 +34,10 @@ from underpar.audit.logs import Log, join_logs, read_log, source_sha256
 from underpar.audit.smells import Scan, Smell, parse, scan
 from underpar.core.run_folder import RunFolder
 from underpar.data.published.files import KNOWN_VAL
-from underpar.errors import RunError, UnderparError
+from underpar.errors import RunError, one_line
+from underpar.submit.folder import README, SCRIPT
+from underpar.submit.folder import SUBMISSION as ABOUT
 
-SCRIPT, ABOUT, README = "train_gpt.py", "submission.json", "README.md"
 MODEL_SUFFIXES = (".ptz", ".pt", ".bin", ".lzma", ".xz", ".br", ".zst", ".npz", ".safetensors")
 COMPILED_SUFFIXES = (".c", ".cc", ".cpp", ".cu", ".h")
 # Larger text files are refused: no script or description has as many bytes.
@@ -471,22 +473,13 @@ def judge_submission(case: Submission) -> list[Finding]:
     """All rules in turn, then what no file can show."""
     findings = []
     for name, rule in SUBMISSION_RULES.items():
-        started = time.perf_counter()
-        try:
-            finding = rule(case)
-        except UnderparError as error:
-            finding = judge(name, False, f"refused: {error}")
-        seconds, summary = time.perf_counter() - started, _printable(finding.summary)
-        findings.append(replace(finding, seconds=seconds, summary=summary))
+        finding = apply_rule(name, partial(rule, case))
+        # Names and logs of others may hold control characters.
+        summary = one_line(finding.summary, LONGEST_SUMMARY)
+        findings.append(replace(finding, summary=summary))
     return findings + [
         not_shown(name, f"needs more than files. {why}") for name, why in UNSEEN.items()
     ]
-
-
-def _printable(text: str) -> str:
-    """A summary without control characters, which names and logs of others may hold."""
-    line = "".join(c if c.isascii() and c.isprintable() else "?" for c in text)
-    return line if len(line) <= LONGEST_SUMMARY else f"{line[:LONGEST_SUMMARY]}..."
 
 
 def _hints(

@@ -55,6 +55,8 @@ def packing(case: Case) -> Finding:
     how = (
         f"{worst} differs by {shares[worst]:.1%} of its rounding error" if worst else "bit for bit"
     )
+    if shares.get("recipe"):
+        how = "other numbers in the recipe, or other steps of activations"
     return judge(
         "packing",
         holds,

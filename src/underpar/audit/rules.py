@@ -6,9 +6,8 @@ checks (A01 ...) those of the field guide to valid scores, parameter-golf issue 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from functools import partial
 
 from underpar.audit.behaviour import (
     causality,
@@ -20,7 +19,7 @@ from underpar.audit.behaviour import (
 from underpar.audit.case import Case
 from underpar.audit.clock import training_time
 from underpar.audit.data import byte_count, identity, memorization, splits
-from underpar.audit.finding import Finding, judge
+from underpar.audit.finding import Finding, apply_rule
 from underpar.audit.packing import packing
 from underpar.audit.retrain import training
 from underpar.audit.scores import (
@@ -32,7 +31,6 @@ from underpar.audit.scores import (
 )
 from underpar.audit.script import script
 from underpar.audit.size import size
-from underpar.errors import DAMAGE, UnderparError, one_line
 
 Rule = Callable[[Case], Finding]
 
@@ -65,14 +63,7 @@ def run_audit(
     """The rules in turn. An error that a rule raises is a fail, with its message as the summary."""
     findings = []
     for name in rules:
-        started = time.perf_counter()
-        try:
-            finding = RULES[name](case)
-        # The rules read what the judged party wrote: files of other shapes are no evidence.
-        except (UnderparError, OSError, AssertionError, *DAMAGE) as error:
-            said = str(error) if isinstance(error, UnderparError) else repr(error)
-            finding = judge(name, False, f"refused: {one_line(said)}")
-        findings.append(replace(finding, seconds=time.perf_counter() - started))
+        findings.append(apply_rule(name, partial(RULES[name], case)))
         if on_rule:
             on_rule(findings[-1])
     return findings

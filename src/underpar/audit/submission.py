@@ -12,12 +12,13 @@ import re
 import tomllib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from underpar.audit.finding import Finding, judge, not_shown
-from underpar.errors import RuleError, UnderparError
+from underpar.audit.finding import Finding, apply_rule, judge, not_shown
+from underpar.errors import RuleError
 from underpar.recipe import Recipe, from_tree, to_toml
 from underpar.submit.folder import README, REQUIREMENTS, SCRIPT, SUBMISSION
 from underpar.submit.log import log_name
@@ -32,7 +33,7 @@ TEXTS = ("author", "github_id", "name", "blurb", "date", "track")
 NUMBERS = ("val_loss", "val_bpb", "bytes_total", "bytes_code", "bytes_model")
 # The last line of a log.
 _FINAL = re.compile(r"final method:\S+ val_loss:(\S+) val_bpb:(\S+) ")
-_SIZES = re.compile(r"model_bytes:(\d+) code_bytes:(\d+) total_bytes:(\d+) artifact_sha256:(\w+)")
+_SIZES = re.compile(r"model_bytes:(\d+) code_bytes:\d+ total_bytes:\d+ artifact_sha256:\w+")
 
 
 def check_submission(folder: Path, cap_bytes: int) -> list[Finding]:
@@ -44,13 +45,7 @@ def check_submission(folder: Path, cap_bytes: int) -> list[Finding]:
         "size": _size,
         "runs": _runs,
     }
-    findings = []
-    for name, rule in rules.items():
-        try:
-            findings.append(rule(folder, cap_bytes))
-        except (UnderparError, LookupError, TypeError, ValueError, AttributeError) as error:
-            findings.append(judge(name, False, f"refused: {error!s:.200}"))
-    return findings
+    return [apply_rule(name, partial(rule, folder, cap_bytes)) for name, rule in rules.items()]
 
 
 def _read(path: Path) -> bytes:
@@ -140,21 +135,21 @@ def _size(folder: Path, cap_bytes: int) -> Finding:
         stated == [model + code for model in models]
         and (tree["bytes_code"], tree["bytes_model"], tree["bytes_total"])
         == (code, max(models), total)
-        and [sizes[0] for sizes in _logged_sizes(folder, tree)] == models
+        and _logged_sizes(folder, tree) == models
     )
     summary = f"{max(models)} (model) + {code} ({SCRIPT}) = {total} of {cap_bytes} bytes"
     summary += "" if agree else f"; {SUBMISSION} or a log says otherwise"
     return judge("size", agree and total <= cap_bytes, summary, total_bytes=total)
 
 
-def _logged_sizes(folder: Path, tree: dict[str, Any]) -> list[tuple[int, str]]:
-    found = []
+def _logged_sizes(folder: Path, tree: dict[str, Any]) -> list[int]:
+    sizes = []
     for seed in tree["seeds"]:
         match = _SIZES.search(_log(folder, int(seed)))
         if match is None:
             raise RuleError(f"{log_name(int(seed))} does not state the size of the model")
-        found.append((int(match[1]), match[4]))
-    return found
+        sizes.append(int(match[1]))
+    return sizes
 
 
 def _log(folder: Path, seed: int) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import rich.progress
 from rich.console import Console
@@ -55,7 +55,9 @@ def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[objec
         title=escape(_plain(title)), title_justify="left", title_style="bold", header_style="dim"
     )
     for column in columns:
-        table.add_column(column.rstrip("#"), justify="right" if column.endswith("#") else "left")
+        justify: Literal["left", "right"] = "right" if column.endswith("#") else "left"
+        # A long hash is wrapped, not cut.
+        table.add_column(column.rstrip("#"), justify=justify, overflow="fold")
     for row in rows:
         table.add_row(*(_cell(value) for value in row))
     OUT.print(table)

@@ -134,7 +134,6 @@ def audit(
     retrain: Annotated[
         int,
         typer.Option(
-            min=0,
             metavar="N",
             help="Take N training steps again, from random checkpoints; a large N: all of them.",
         ),

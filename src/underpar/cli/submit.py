@@ -48,6 +48,7 @@ def submit(
     Exit code 0: everything is shown. 1: a check fails. 3: evidence is missing, such as three seeds.
     """
     from underpar.audit.finding import not_shown, overall
+    from underpar.audit.foreign import is_submission
     from underpar.audit.submission import check_submission
     from underpar.errors import RunError
     from underpar.stages.prove import prove_folder
@@ -55,6 +56,11 @@ def submit(
 
     if verify is not None and (runs or out):
         raise RunError(f"--verify {verify} checks a folder that is there; leave out runs and --out")
+    if verify is not None and not is_submission(verify):
+        raise RunError(
+            f"{verify} holds neither train_gpt.py nor submission.json; give the --out of 'underpar "
+            "submit'"
+        )
     if verify is None:
         if not runs or out is None:
             raise RunError("submit needs RUN... and --out FOLDER, or --verify FOLDER")

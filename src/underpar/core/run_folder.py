@@ -284,6 +284,12 @@ class RunFolder:
                 line.number(key)
             yield line.values
 
+    def require_files(self) -> None:
+        """Refuse a folder in which no stage has left a file."""
+        files = (self.recipe_file, self.about_file, self.artifact_file)
+        if not any(file.exists() for file in files):
+            raise RunError(f"{self.path} is not a run folder; give the --out of 'underpar train'")
+
     def need(self, path: Path) -> Path:
         """`path` if it exists; else an error names the command that writes it."""
         if path.exists():

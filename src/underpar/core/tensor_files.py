@@ -89,7 +89,12 @@ def _digest(tensors: Mapping[str, Tensor], about: object) -> str:
     digest = hashlib.sha256(json.dumps(about).encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"\n{name!r} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        # A view as bytes needs a stride of 1, and a contiguous tensor of one number may have any.
-        flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))
-        digest.update(flat.view(torch.uint8).numpy().data)
+        digest.update(raw_bytes(tensor))
     return digest.hexdigest()
+
+
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """The values of a tensor as they lie in memory, in the order of its indices."""
+    # A view as bytes needs a stride of 1, and a contiguous tensor of one number may have any.
+    flat = tensor.detach().cpu().contiguous().as_strided((tensor.numel(),), (1,))
+    return flat.view(torch.uint8).numpy().data

@@ -34,7 +34,7 @@ def refuse_all(folder: Path) -> None:
 def new_folder(out: Path, may_replace: MayReplace = refuse_all) -> Iterator[Path]:
     """An empty folder to write in, which becomes `out` if the block ends without an error.
 
-    If `out` is a link, the folder behind it is replaced and the link stays.
+    If `out` is a link, the folder that it names is replaced and the link stays.
     """
     target = Path(os.path.realpath(out))
     _refuse_places(out, target)

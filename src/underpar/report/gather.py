@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -14,6 +13,7 @@ from underpar.audit.finding import PASS, VERDICTS, worst
 from underpar.audit.rules import RULES
 from underpar.core.fields import Fields
 from underpar.core.run_folder import RunFolder
+from underpar.data.folder import hash_file
 from underpar.errors import RunError
 from underpar.recipe import read_toml
 from underpar.report.facts import (
@@ -38,8 +38,7 @@ OTHER_FILES, OTHER_RULES = "of other files", "by other rules"
 
 def gather(folder: RunFolder) -> RunReport:
     """Read the files that stages have written into `folder` so far."""
-    if not any(f.exists() for f in (folder.recipe_file, folder.about_file, folder.artifact_file)):
-        raise RunError(f"{folder.path} is not a run folder; give the --out of 'underpar train'")
+    folder.require_files()
     try:
         return _gather(folder)
     except RecursionError as error:
@@ -59,13 +58,8 @@ def _gather(folder: RunFolder) -> RunReport:
         sizes=_sizes(_read(folder, folder.budget_file)),
         scores=_scores(folder),
         audit=_audit(folder, _read(folder, folder.audit_file)),
-        artifact_sha256=_sha256(artifact) if artifact.is_file() else None,
+        artifact_sha256=hash_file(artifact) if artifact.is_file() else None,
     )
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _read(folder: RunFolder, path: Path) -> Fields | None:

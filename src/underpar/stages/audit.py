@@ -37,7 +37,7 @@ from underpar.core.runtime import Runtime
 from underpar.core.tensor_files import read_about
 from underpar.data.folder import data_sha256, load_data
 from underpar.data.shards import Shard
-from underpar.errors import RunError
+from underpar.errors import RuleError, RunError
 from underpar.infer.predictor import Predictor
 from underpar.score.ledger import Score
 from underpar.score.tally import OnCommit
@@ -65,6 +65,16 @@ class AuditRequest:
     num_retrained: int = 10
     # The seed of the audit's random choices; without one they cannot be known in advance.
     seed: int | None = None
+
+    def __post_init__(self) -> None:
+        counts = {
+            "--documents": self.num_documents,
+            "--code-tokens": self.code_tokens,
+            "--retrain": self.num_retrained,
+        }
+        for name, count in counts.items():
+            if count < 0:
+                raise RuleError(f"{name} {count}: expected 0 or more")
 
 
 WHOLE = AuditRequest()
@@ -94,6 +104,7 @@ def audit_run(
     progress: Progress = SILENT,
 ) -> Audited:
     """Judge a run rule by rule; writes audit.json with the SHA-256 of every file it judged."""
+    folder.require_files()
     with lock_folder(folder.path):
         return _audit_run(folder, runtime, request, progress)
 

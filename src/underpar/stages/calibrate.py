@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from underpar.core.locks import lock_on_main
 from underpar.core.run_folder import RunFolder
 from underpar.core.runtime import Runtime
 from underpar.core.tensor_files import read_tensors, require_shapes
-from underpar.data.folder import DataFolder, data_identity, load_data
+from underpar.data.folder import DataFolder, data_identity, hash_file, load_data
 from underpar.errors import RecipeError, RunError
 from underpar.infer.predictor import Predictor
 from underpar.model.gpt import GPT
@@ -55,9 +54,7 @@ def read_trained(folder: RunFolder) -> Trained:
         raise RunError(f"{path} was trained with another recipe; train again")
     require_shapes(path, tensors, weight_shapes(recipe), "train again")
     weights = {name: t.float().numpy() for name, t in sorted(tensors.items())}
-    with path.open("rb") as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    return Trained(recipe, weights, sha256, Fields(path, about).count("step"))
+    return Trained(recipe, weights, hash_file(path), Fields(path, about).count("step"))
 
 
 def load_model(recipe: Recipe, weights: Mapping[str, np.ndarray]) -> GPT:

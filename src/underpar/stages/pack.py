@@ -233,14 +233,15 @@ def pack_again(
 
     Calibration, rounding, tuning and fitting are repeated; no file of theirs is read.
     """
-    trained = read_trained(folder)
-    trained = replace(trained, recipe=replace(trained.recipe, quant=part))
+    as_trained = read_trained(folder)
+    trained = replace(as_trained, recipe=replace(as_trained.recipe, quant=part))
     about = read_about(folder.need(folder.quantized_file))
     measured = None
     if needs_calibration(trained.recipe):
-        # The text that was chosen: training text, or what the model writes.
+        # Calibration follows the recipe of training. Its text was chosen: training text, or what
+        # the model writes.
         calibration: Any = about.get("calibration")
-        measured = measure(trained, data, runtime, str(calibration["text"]))
+        measured = measure(as_trained, data, runtime, str(calibration["text"]))
     quant = open_job(trained.weights, part, measured, runtime.device)
     tokenizer = folder.need(folder.tokenizer_file).read_bytes()
     job = PackJob(trained, quant, tokenizer, int(str(about["cap_bytes"])))

@@ -8,7 +8,6 @@ version of the code.
 from __future__ import annotations
 
 import hashlib
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -23,6 +22,7 @@ from underpar.audit.case import DEFAULT_LIMITS
 from underpar.audit.finding import FAIL, VERDICTS
 from underpar.core.run_folder import RunFolder, write_json
 from underpar.core.tensor_files import read_about
+from underpar.data.new_folder import new_folder
 from underpar.errors import RuleError, RunError
 from underpar.recipe import Recipe, to_tree
 from underpar.report.facts import AuditResult
@@ -93,44 +93,32 @@ def write_submission(
     overwrite: bool = False,
 ) -> dict[str, Any]:
     """Write the submission folder `out` of some runs; returns the content of submission.json."""
-    _require_free(out, overwrite)
-    batch = sorted((read_run(RunFolder(path)) for path in runs), key=lambda run: run.seed)
-    script = train_script(batch[0].recipe)
-    with _expecting_values(*runs):
-        require_one_batch(batch)
-        for run in batch:
-            require_counted(run, len(script), cap_bytes)
-        tree = describe(batch, script, author)
-        logs = {
-            log_name(run.seed): train_log(run.folder, run.score.method, len(script))
-            for run in batch
-        }
-        page = readme(tree, batch[0].recipe, {run.seed: run.audit.findings for run in batch})
-    out.parent.mkdir(parents=True, exist_ok=True)
-    # Beside the folder, which appears complete or not at all.
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as beside:
-        folder = Path(beside) / "new"
-        folder.mkdir()
+    # The folder appears complete or not at all.
+    with new_folder(out, lambda folder: _check_replaceable(folder, overwrite)) as folder:
+        batch = sorted((read_run(RunFolder(path)) for path in runs), key=lambda run: run.seed)
+        script = train_script(batch[0].recipe)
+        with _expecting_values(*runs):
+            require_one_batch(batch)
+            for run in batch:
+                require_counted(run, len(script), cap_bytes)
+            tree = describe(batch, script, author)
+            for run in batch:
+                log = train_log(run.folder, run.score.method, len(script))
+                (folder / log_name(run.seed)).write_text(log)
+            findings = {run.seed: run.audit.findings for run in batch}
+            (folder / README).write_text(readme(tree, batch[0].recipe, findings))
         (folder / SCRIPT).write_bytes(script)
         (folder / REQUIREMENTS).write_text(requirements(batch[0].recipe, tree))
-        (folder / README).write_text(page)
-        for name, log in logs.items():
-            (folder / name).write_text(log)
         write_json(folder / SUBMISSION, tree)
-        if out.exists():
-            out.rename(Path(beside) / "old")
-        folder.rename(out)
     return tree
 
 
-def _require_free(out: Path, overwrite: bool) -> None:
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
-        return
+def _check_replaceable(folder: Path, overwrite: bool) -> None:
     if not overwrite:
-        raise RunError(f"{out} exists; choose another --out, or replace it with --overwrite")
-    if not (out / SUBMISSION).is_file():
+        raise RunError(f"{folder} exists; choose another --out, or replace it with --overwrite")
+    if not (folder / SUBMISSION).is_file():
         raise RunError(
-            f"{out} is no submission folder, so it is not replaced; choose another --out"
+            f"{folder} is no submission folder, so it is not replaced; choose another --out"
         )
 
 

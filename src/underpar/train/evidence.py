@@ -33,11 +33,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from underpar.core.run_folder import RunFolder, write_atomic, writing
 from underpar.core.runtime import Runtime
+from underpar.core.tensor_files import raw_bytes
 from underpar.core.versions import device_name, processor_name, versions
 from underpar.data.folder import hash_file
 from underpar.errors import RunError
@@ -73,11 +73,8 @@ def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
     """SHA-256 over names, types, shapes and values of tensors."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
-        plain = tensor.detach().cpu().contiguous()
-        digest.update(f"{name} {plain.dtype} {list(plain.shape)}\n".encode())
-        # A view as bytes needs a stride of 1, and a single number may have any.
-        flat = plain.as_strided((plain.numel(),), (1,))
-        digest.update(flat.view(torch.uint8).numpy().data)
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(raw_bytes(tensor))
     return digest.hexdigest()
 
 
