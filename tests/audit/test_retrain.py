@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from chains import Entries, forge, made_elsewhere, other_start
 
+from chains import Entries, forge, made_elsewhere, other_start
 from commands import invoke, run
 from tiny import TinyRun
 from underpar.audit.case import Case, Limits
