@@ -290,11 +290,21 @@ def faster_clock(folder: RunFolder) -> None:
     rehash_lines(folder)
 
 
+def fewer_tokens(folder: RunFolder) -> None:
+    """Half of the tokens per step, in metrics and validation.json."""
+    metrics = [json.loads(line) for line in folder.metrics_file.open()]
+    halved = [json.dumps(m | {"tokens": m["tokens"] // 2}) + "\n" for m in metrics]
+    folder.metrics_file.write_text("".join(halved))
+    end = folder.read_json(folder.validation_file)
+    write_json(folder.validation_file, end | {"tokens": end["tokens"] // 2})
+
+
 @pytest.mark.parametrize(
     ("edits", "why"),
     [
         ([change_line], "metrics.jsonl has other lines"),
         ([change_line, rehash_lines], "step 7 gives loss"),
+        ([fewer_tokens, rehash_lines], "the log says otherwise"),
         ([change_weights], "weights.safetensors is not the file"),
         ([change_weights, rehash_weights], "does not follow from the last checkpoint"),
         ([change_checkpoint], "is not the checkpoint of the chain"),

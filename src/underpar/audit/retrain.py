@@ -97,6 +97,7 @@ def training(case: Case) -> Finding:
     segments = deal([*steps, num_taken], case.num_retrained, case.rng)
     with torch.random.fork_rng(devices=[]):
         repeat = Repeat(case, account, case.open_trainer())
+        repeat.check_tokens()
         for segment in segments:
             repeat.run(segment)
         repeat.check_weights_file()
@@ -104,6 +105,8 @@ def training(case: Case) -> Finding:
     longest = max(segment.end - segment.begin for segment in segments)
     is_exact = not repeat.near
     how = "bit for bit" if is_exact else "within the tolerance for another machine"
+    if num_repeated < num_taken:
+        how += "; a change after the repeated steps of a segment would not be seen"
     finding = judge(
         "training",
         not repeat.wrong,
@@ -223,6 +226,16 @@ class Repeat:
         what = f"the state after step {end}"
         if not self._expect(what, hash_parts(self.trainer.parts()), self._hashes(end)):
             self._compare_way(start, end)
+
+    def check_tokens(self) -> None:
+        """The tokens that the page shows are those of as many steps."""
+        lines = [
+            *self._logged.values(),
+            self.case.folder.read_json(self.case.folder.validation_file),
+        ]
+        step_tokens = self.trainer.loader.step_tokens
+        if any(line["tokens"] != line["step"] * step_tokens for line in lines):
+            self.wrong.append(f"a step has {step_tokens} tokens, the log says otherwise")
 
     def check_weights_file(self) -> None:
         """The weights that are packed are those of the last checkpoint."""
