@@ -10,7 +10,7 @@ import pytest
 from tiny import TinyRun
 from underpar.audit.case import Case
 from underpar.audit.finding import FAIL, NOT_SHOWN, PASS
-from underpar.audit.packing import packing
+from underpar.audit.packing import ERROR_SHARE, packing
 from underpar.core.run_folder import RunFolder
 from underpar.core.runtime import Runtime
 from underpar.data.folder import DataFolder, load_data
@@ -106,6 +106,30 @@ def test_tuned_vectors_fail(
     finding = packing(case_of(folder, tiny_run, runtime))
     assert finding.verdict == FAIL
     assert finding.evidence["same_machine"] != is_elsewhere
+
+
+@pytest.mark.parametrize(("is_elsewhere", "verdict"), [(False, FAIL), (True, NOT_SHOWN)])
+def test_a_small_change_is_no_pass_whatever_machine_is_named(
+    honest: RunFolder,
+    tiny_run: TinyRun,
+    runtime: Runtime,
+    tmp_path: Path,
+    is_elsewhere: bool,
+    verdict: str,
+) -> None:
+    shutil.copytree(honest.path, tmp_path / "run")
+    folder = RunFolder(tmp_path / "run")
+    tensors, _ = read_quantized(folder.quantized_file)
+    name = "embedding.weight"
+    codes = tensors[name].codes
+    assert codes is not None
+    codes = codes.copy()
+    codes[5, 3] += 1 if codes[5, 3] <= 0 else -1
+    environment = {"environment": {"device": "cpu, elsewhere"}} if is_elsewhere else {}
+    change_tensors(folder, {name: dataclasses.replace(tensors[name], codes=codes)}, **environment)
+    finding = packing(case_of(folder, tiny_run, runtime))
+    assert finding.verdict == verdict, finding.summary
+    assert 0 < finding.evidence["differences"][name] < ERROR_SHARE
 
 
 def test_calibration_on_held_out_text_fails(

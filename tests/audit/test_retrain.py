@@ -10,25 +10,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from chains import Entries, forge, made_elsewhere
 
+from chains import Entries, forge, made_elsewhere, other_start
 from commands import invoke, run
 from tiny import TinyRun
-from underpar.audit.case import Case
+from underpar.audit.case import Case, Limits
 from underpar.audit.clock import training_time
 from underpar.audit.finding import FAIL, NOT_SHOWN, PASS, Finding, judge
 from underpar.audit.probes import pick_documents
 from underpar.audit.retrain import Segment, deal, training
 from underpar.build.levers import resolve_levers
 from underpar.core.run_folder import RunFolder, write_json
-from underpar.core.runtime import Runtime
+from underpar.core.runtime import Clock, Runtime
 from underpar.core.tensor_files import read_tensors, save_tensors
 from underpar.data.folder import DataFolder, hash_file, load_data
 from underpar.errors import RunError, UnderparError
 from underpar.recipe import Recipe, load_recipe
 from underpar.stages.audit import AuditRequest, open_case
 from underpar.stages.train import make_trainer, train
-from underpar.train.evidence import read_account, read_chain
+from underpar.train.evidence import hash_tensors, read_account, read_chain
 
 ALL = 1000
 SETS = ["model.num_layers=1", "train.budget_steps=12", "train.checkpoint_seconds=0"]
@@ -102,11 +102,74 @@ def test_an_honest_run_repeats_bit_for_bit(
     assert finding.evidence["hashes_compared"] > 4
 
 
-def test_elsewhere_an_honest_run_passes_within_the_tolerance(case: Case, copied: RunFolder) -> None:
+def test_elsewhere_an_honest_run_passes_if_it_is_the_same_bit_for_bit(
+    case: Case, copied: RunFolder
+) -> None:
     forge(copied, made_elsewhere)
     finding = judged(case, copied)
-    assert finding.verdict == PASS and not finding.evidence["exact"]
-    assert finding.evidence["way_difference"] < 1e-6
+    assert finding.verdict == PASS and finding.evidence["exact"]
+
+
+def bend_weights(folder: RunFolder) -> None:
+    """A kept checkpoint a little off the way that led to it, with a hash that fits."""
+    step = max(int(file.stem.removeprefix("step-")) for file in folder.kept_files())
+    file = folder.kept_file(step)
+    tensors, about = read_tensors(file)
+    name = "model/embedding.weight"
+    bent = tensors | {name: tensors[name] * (1 + 1e-6)}
+    save_tensors(file, bent, about)
+    model = {n.removeprefix("model/"): t for n, t in bent.items() if n.startswith("model/")}
+
+    def change(entries: Entries) -> Entries:
+        for entry in entries:
+            if entry["kind"] == "checkpoint" and entry["position"]["step"] == step:
+                entry["parts"]["model"] = hash_tensors(model)
+        return entries
+
+    forge(folder, change)
+
+
+@pytest.mark.parametrize("is_elsewhere", [False, True])
+@pytest.mark.parametrize("edit", [lambda f: forge(f, other_start), bend_weights])
+def test_a_small_difference_is_no_pass_whatever_machine_is_named(
+    case: Case, copied: RunFolder, edit: Callable[[RunFolder], None], is_elsewhere: bool
+) -> None:
+    edit(copied)
+    if is_elsewhere:
+        forge(copied, made_elsewhere)
+    finding = judged(case, copied)
+    assert finding.verdict == (NOT_SHOWN if is_elsewhere else FAIL), finding.summary
+    assert ("another machine" in finding.summary) == is_elsewhere
+
+
+def test_a_forged_place_in_the_schedule_fails(case: Case, copied: RunFolder) -> None:
+    step = min(int(file.stem.removeprefix("step-")) for file in copied.kept_files())
+    tensors, about = read_tensors(copied.kept_file(step))
+    save_tensors(copied.kept_file(step), tensors, about | {"flops": 0.0})
+
+    def change(entries: Entries) -> Entries:
+        for entry in entries:
+            if entry["kind"] == "checkpoint" and entry["position"]["step"] == step:
+                entry["position"]["flops"] = 0.0
+        return entries
+
+    forge(copied, change)
+    finding = judged(case, copied)
+    assert finding.verdict == FAIL and "another position" in finding.summary
+
+
+def test_a_clock_that_is_far_too_slow_is_not_shown(
+    case: Case, tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = Clock.read
+    with monkeypatch.context() as patch:
+        patch.setattr(Clock, "read", lambda c: {n: 1e-9 * s for n, s in read(c).items()})
+        folder = trained(tmp_path / "cheat", case.data, runtime)
+    few = Limits(train_seconds=1e-6)
+    assert max(read_account(read_chain(folder.evidence_file)).seconds) < few.train_seconds
+    assert judged(case, folder).verdict == PASS
+    finding = judged(dataclasses.replace(case, limits=few), folder)
+    assert finding.verdict == NOT_SHOWN and "on the machine of the run" in finding.summary
 
 
 def test_without_evidence_training_and_time_are_not_shown(case: Case, copied: RunFolder) -> None:
@@ -227,11 +290,21 @@ def faster_clock(folder: RunFolder) -> None:
     rehash_lines(folder)
 
 
+def fewer_tokens(folder: RunFolder) -> None:
+    """Half of the tokens per step, in metrics and validation.json."""
+    metrics = [json.loads(line) for line in folder.metrics_file.open()]
+    halved = [json.dumps(m | {"tokens": m["tokens"] // 2}) + "\n" for m in metrics]
+    folder.metrics_file.write_text("".join(halved))
+    end = folder.read_json(folder.validation_file)
+    write_json(folder.validation_file, end | {"tokens": end["tokens"] // 2})
+
+
 @pytest.mark.parametrize(
     ("edits", "why"),
     [
         ([change_line], "metrics.jsonl has other lines"),
         ([change_line, rehash_lines], "step 7 gives loss"),
+        ([fewer_tokens, rehash_lines], "the log says otherwise"),
         ([change_weights], "weights.safetensors is not the file"),
         ([change_weights, rehash_weights], "does not follow from the last checkpoint"),
         ([change_checkpoint], "is not the checkpoint of the chain"),

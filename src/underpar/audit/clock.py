@@ -20,8 +20,7 @@ OVERSHOOT = 0.01
 def training_time(case: Case) -> Finding:
     """Training, calibration and tuning fit the auditor's limit, and the recipe's own budget."""
     spent = sum(case.spent_seconds.values())
-    budget = case.recipe.train.budget_seconds or case.limits.train_seconds
-    limit = min(budget, case.limits.train_seconds)
+    limit = limit_seconds(case)
     parts = ", ".join(f"{name} {value:.1f}" for name, value in case.spent_seconds.items())
     told = f"{spent:.1f} of {limit:g} seconds with training text ({parts})"
     evidence = {"limit_seconds": limit, **case.spent_seconds}
@@ -36,6 +35,12 @@ def training_time(case: Case) -> Finding:
     if finding.verdict == PASS and not (chain := case.folder.evidence_file).is_file():
         return not_shown("time", f"{told}; no {chain.name} has the clock of each step", **evidence)
     return finding
+
+
+def limit_seconds(case: Case) -> float:
+    """The auditor's limit, or the recipe's own budget if that is tighter."""
+    budget = case.recipe.train.budget_seconds or case.limits.train_seconds
+    return min(budget, case.limits.train_seconds)
 
 
 def stages_of(case: Case) -> list[str]:

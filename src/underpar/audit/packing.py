@@ -24,7 +24,8 @@ from underpar.recipe import to_tree
 from underpar.train.evidence import environment
 
 # On another machine a few integers fall on the other side of a rounding edge. A tensor may differ
-# by this share of its rounding error, and a fitted number of a lever by this value.
+# by this share of its rounding error, and a fitted number of a lever by this value. On a CPU so
+# near an artifact is "not shown": who tunes on held-out text can name another machine.
 ERROR_SHARE, NUMBER = 0.3, 0.01
 
 _QUANTIZED = "quantized.safetensors"
@@ -48,24 +49,28 @@ def packing(case: Case) -> Finding:
             return not_shown("packing", f"made on {device}; audit on such a device to repeat it")
     again = case.pack_again()
     is_equal = again.equals(case.artifact)
-    must_equal = is_cpu and bool(made_in) and all(made == here for made in made_in)
+    is_of_here = bool(made_in) and all(made == here for made in made_in)
     shares = {} if is_equal else _differences(case, again)
-    holds = is_equal or (not must_equal and all(share <= ERROR_SHARE for share in shares.values()))
+    is_near = all(share <= ERROR_SHARE for share in shares.values())
     worst = max(shares, key=lambda name: shares[name], default="")
     how = (
         f"{worst} differs by {shares[worst]:.1%} of its rounding error" if worst else "bit for bit"
     )
     if shares.get("recipe"):
         how = "other numbers in the recipe, or other steps of activations"
-    return judge(
-        "packing",
-        holds,
-        f"{len(tensors)} tensors and {len(case.recipe.levers)} levers made again from the weights: "
-        + how,
-        equal=is_equal,
-        same_machine=must_equal,
-        differences={name: share for name, share in shares.items() if share},
-    )
+    number = f"{len(tensors)} tensors and {len(case.recipe.levers)} levers"
+    told = f"{number} made again from the weights: {how}"
+    evidence: dict[str, Any] = {
+        "equal": is_equal,
+        "same_machine": is_cpu and is_of_here,
+        "differences": {name: share for name, share in shares.items() if share},
+    }
+    if not is_equal and is_near and not is_of_here:
+        why = "the file names another machine; audit on such a machine, where nothing may differ"
+        return not_shown("packing", f"{told}; {why}", **evidence)
+    # Sums on a GPU are added in an order that varies.
+    holds = is_equal or (is_near and not is_cpu)
+    return judge("packing", holds, told, **evidence)
 
 
 def _environments(about: dict[str, Any]) -> list[dict[str, Any]]:

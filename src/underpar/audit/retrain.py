@@ -8,6 +8,8 @@ change of the weights between two checkpoints escapes unless all steps between t
 from __future__ import annotations
 
 import hashlib
+import math
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -18,7 +20,8 @@ import torch
 from torch import Tensor
 
 from underpar.audit.case import Case
-from underpar.audit.finding import Finding, judge, not_shown
+from underpar.audit.clock import limit_seconds
+from underpar.audit.finding import PASS, Finding, judge, not_shown
 from underpar.core.tensor_files import read_tensors
 from underpar.data.folder import data_identity, data_sha256, hash_file
 from underpar.errors import RuleError
@@ -33,13 +36,19 @@ from underpar.train.evidence import (
 )
 from underpar.train.loop import Trainer
 
-# Tolerances on another machine, and on every GPU, where sums are added in another order. Nats per
-# token of a loss, and the share of a gradient's norm, in the steps after a checkpoint.
+# Tolerances on another machine, and on every GPU, where sums are added in another order. Who forges
+# a run can name another machine, so steps that are only near are "not shown", unless the GPU that
+# the chain names repeats them. Nats per token of a loss, and the share of a gradient's norm, in the
+# steps after a checkpoint.
 LOSS_NATS = {torch.float32: 1e-3, torch.bfloat16: 2e-2}
 NORM_SHARE = {torch.float32: 1e-2, torch.bfloat16: 1e-1}
 # Weights at the end of a segment that was repeated may be off by this share of the way that they
 # went in it. Measured over 9 steps with another number of threads: 5e-7 nats, 0.00002 of the way.
 WAY_SHARE = {torch.float32: 0.02, torch.bfloat16: 0.2}
+# If all steps took as long as the fastest repeated one, training may take so many times its limit:
+# the audit may run on a slower or busier machine. More is no evidence against a run, but none for
+# its clock.
+SLOWER = 4.0
 
 
 @dataclass(frozen=True)
@@ -88,23 +97,49 @@ def training(case: Case) -> Finding:
     segments = deal([*steps, num_taken], case.num_retrained, case.rng)
     with torch.random.fork_rng(devices=[]):
         repeat = Repeat(case, account, case.open_trainer())
+        repeat.check_tokens()
         for segment in segments:
             repeat.run(segment)
         repeat.check_weights_file()
     num_repeated = sum(segment.num_steps for segment in segments)
     longest = max(segment.end - segment.begin for segment in segments)
-    how = "bit for bit" if repeat.is_exact else "within the tolerance for another machine"
-    return judge(
+    is_exact = not repeat.near
+    how = "bit for bit" if is_exact else "within the tolerance for another machine"
+    if num_repeated < num_taken:
+        how += "; a change after the repeated steps of a segment would not be seen"
+    finding = judge(
         "training",
         not repeat.wrong,
         f"{num_repeated} of {num_taken} steps repeated from {len(segments)} checkpoints, at most "
         f"{longest} steps apart: " + ("; ".join(repeat.wrong[:3]) or f"the same {how}"),
         repeated=[asdict(segment) for segment in segments],
-        exact=repeat.is_exact,
+        exact=is_exact,
         loss_difference_nats=repeat.loss_difference,
         way_difference=repeat.way_share,
         hashes_compared=repeat.num_hashes,
+        fastest_step_seconds=repeat.fastest,
         wrong=repeat.wrong,
+        near=repeat.near,
+    )
+    missing_proof = _is_from_elsewhere(repeat) or _took_longer(case, repeat.fastest * num_taken)
+    if finding.verdict == PASS and missing_proof:
+        return not_shown("training", f"{finding.summary}; {missing_proof}", **finding.evidence)
+    return finding
+
+
+def _is_from_elsewhere(repeat: Repeat) -> str:
+    if not repeat.is_elsewhere:
+        return ""
+    return f"{repeat.near[0]}, and the chain names another machine; audit on such a machine"
+
+
+def _took_longer(case: Case, seconds: float) -> str:
+    """Why the clock of a run is not shown if all steps would take `seconds` here; "" if it is."""
+    limit = limit_seconds(case)
+    if seconds <= SLOWER * limit:
+        return ""
+    return (
+        f"here all steps take {seconds:.3g} of {limit:g} seconds; audit on the machine of the run"
     )
 
 
@@ -153,35 +188,59 @@ class Repeat:
     account: Account
     # Has taken no step yet.
     trainer: Trainer
-    is_exact: bool = True
+    # What differs by less than a tolerance, and whether the chain says that it was made elsewhere.
+    near: list[str] = field(default_factory=list)
+    is_elsewhere: bool = False
     loss_difference: float = 0.0
     way_share: float = 0.0
     num_hashes: int = 0
+    # Seconds of the fastest repeated step; on a CPU those that each thread worked, so that other
+    # programs do not count.
+    fastest: float = math.inf
     wrong: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self._is_of_here = False
         self._logged = {line["step"]: line for line in self.case.folder.metrics()}
 
     def run(self, segment: Segment) -> None:
         """Take the state of a checkpoint, repeat steps, compare."""
         begin, end = segment.begin, segment.end
         made_in, here = self.account.environment(begin), environment(self.case.runtime)
-        is_exact = made_in == here and self.case.runtime.device.type == "cpu"
-        self.is_exact &= is_exact
+        self._is_of_here = made_in == here
         if begin:
             self._restore(begin)
-        elif is_exact:
+        else:
             self._expect("the initial state", hash_parts(self.trainer.parts()), self._hashes(0))
         start = {name: weight.clone() for name, weight in self.trainer.weights().items()}
+        started = self._now()
         for line in self.trainer.replay(self.account.seconds[begin:][: segment.num_steps]):
-            self._compare_line(line, is_exact)
+            # Reading the loss waits for the device.
+            line["loss"] = float(line["loss"])
+            self.fastest = min(self.fastest, self._now() - started)
+            self._compare_line(line)
+            started = self._now()
         if segment.num_steps < end - begin:
             return
-        if is_exact:
-            what = f"the state after step {end}"
-            self._expect(what, hash_parts(self.trainer.parts()), self._hashes(end))
-        else:
+        if asdict(self.trainer.position) != self.account.checkpoints[end]["position"]:
+            self.wrong.append(f"after step {end} the chain says another position")
+        what = f"the state after step {end}"
+        if not self._expect(what, hash_parts(self.trainer.parts()), self._hashes(end)):
             self._compare_way(start, end)
+
+    def _now(self) -> float:
+        is_cpu = self.case.runtime.device.type == "cpu"
+        return time.process_time() / torch.get_num_threads() if is_cpu else time.perf_counter()
+
+    def check_tokens(self) -> None:
+        """The tokens that the page shows are those of as many steps."""
+        lines = [
+            *self._logged.values(),
+            self.case.folder.read_json(self.case.folder.validation_file),
+        ]
+        step_tokens = self.trainer.loader.step_tokens
+        if any(line["tokens"] != line["step"] * step_tokens for line in lines):
+            self.wrong.append(f"a step has {step_tokens} tokens, the log says otherwise")
 
     def check_weights_file(self) -> None:
         """The weights that are packed are those of the last checkpoint."""
@@ -215,12 +274,22 @@ class Repeat:
     def _hashes(self, step: int) -> Any:
         return self.account.checkpoints[step]["parts"]
 
-    def _expect(self, what: str, ours: object, theirs: object) -> None:
+    def _expect(self, what: str, ours: object, theirs: object) -> bool:
+        """Note tensors that differ by their hash; returns whether they are the same."""
         self.num_hashes += 1
         if ours != theirs:
-            self.wrong.append(f"{what} has other tensors than the chain")
+            self._differs(f"{what} has other tensors than the chain")
+        return ours == theirs
 
-    def _compare_line(self, line: Mapping[str, Any], is_exact: bool) -> None:
+    def _differs(self, what: str) -> None:
+        """Note a small difference: on the CPU that the chain names there is none."""
+        if self._is_of_here and self.case.runtime.device.type == "cpu":
+            self.wrong.append(what)
+        else:
+            self.near.append(what)
+            self.is_elsewhere |= not self._is_of_here
+
+    def _compare_line(self, line: Mapping[str, Any]) -> None:
         """Compare a repeated step with its line of metrics, if it has one."""
         step, dtype = line["step"], self.case.runtime.dtype
         if step not in self._logged:
@@ -229,13 +298,16 @@ class Repeat:
         loss, norm = float(line["loss"]), float(line["norm"])
         difference = abs(loss - logged["loss"])
         self.loss_difference = max(self.loss_difference, difference)
-        nats, share = (0.0, 0.0) if is_exact else (LOSS_NATS[dtype], NORM_SHARE[dtype])
         same = all(line[key] == logged[key] for key in ("progress", "lr_scale"))
         # Written so that NaN differs.
-        same &= difference <= nats and abs(norm - logged["norm"]) <= share * norm
+        same &= difference <= LOSS_NATS[dtype]
+        same &= abs(norm - logged["norm"]) <= NORM_SHARE[dtype] * norm
+        told = f"step {step} gives loss {loss:.6f}, logged {logged['loss']:.6f}"
         if not same:
-            self.wrong.append(f"step {step} gives loss {loss:.6f}, logged {logged['loss']:.6f}")
-        if is_exact and "weights" in entry:
+            self.wrong.append(told)
+        elif (loss, norm) != (logged["loss"], logged["norm"]):
+            self._differs(told)
+        if "weights" in entry:
             hashed = hash_tensors(self.trainer.weights())
             self._expect(f"the model after step {step}", hashed, entry["weights"])
 

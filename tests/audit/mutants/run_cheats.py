@@ -8,13 +8,20 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from forge import Forge, Mutant, scaled
+import numpy as np
+import torch
+from forge import CPU, Forge, Mutant, scaled
 
+from chains import forge as forge_chain
+from chains import made_elsewhere, other_start
 from underpar.artifact.format import frame, squeeze, unframe, unsqueeze
 from underpar.audit.case import Limits
 from underpar.audit.finding import NOT_SHOWN
+from underpar.quant.files import read_quantized, save_quantized
 from underpar.recipe import from_tree, to_toml, to_tree
-from underpar.score.method import Method
+from underpar.score.method import ADAPT, Method
+from underpar.stages.pack import pack_run
+from underpar.stages.score import score_artifact
 
 Tree = dict[str, Any]
 
@@ -64,6 +71,38 @@ def hide_setting(forge: Forge) -> None:
 
 def say_other_rate(forge: Forge) -> None:
     forge.edit_recipe(lambda tree: tree["train"].update(matrix_lr=0.5))
+
+
+def borrow_processor(forge: Forge) -> None:
+    """A run that began with other weights than its seed gives; the chain names another machine."""
+    forge_chain(forge.run, lambda entries: made_elsewhere(other_start(entries)))
+
+
+def round_by_hand(forge: Forge) -> None:
+    """One weight rounded otherwise than packing does; the file names another machine."""
+    tensors, about = read_quantized(forge.run.quantized_file)
+    name = next(n for n, t in tensors.items() if t.codes is not None and not t.scheme.states)
+    codes = np.array(tensors[name].codes)
+    codes[0, 0] += 1 if codes[0, 0] <= 0 else -1
+    tensors[name] = replace(tensors[name], codes=codes)
+    about["environment"]["processor"] = "another"
+    save_quantized(forge.run.quantized_file, tensors, about)
+    pack_run(forge.run)
+    forge.score()
+    forge.score(ADAPT)
+
+
+def borrow_gpu(forge: Forge) -> None:
+    """Bits within the tolerance for another machine, and the name of one."""
+    forge.edit_score("adapt", times(1 - 1.9e-4))
+    forge.edit_score("adapt", lambda tree: tree.update(device="NVIDIA H200"))
+
+
+def borrow_precision(forge: Forge) -> None:
+    """A plain score of products in bf16, and bits within their tolerance."""
+    bf16 = replace(CPU, precision=torch.bfloat16)
+    score_artifact(forge.run.artifact_file, forge.data, bf16)
+    forge.edit_score("plain", times(1 - 1.9e-4))
 
 
 def say_other_lever(forge: Forge) -> None:
@@ -258,6 +297,10 @@ SCORE_FILES = [
     Mutant("borrowed machine", "another machine's name, for its larger tolerance", "reproduction",
            lambda f: (f.edit_score("adapt", times(1 - 3e-4)),
                       f.edit_score("adapt", lambda t: t.update(device="NVIDIA H200")))),
+    Mutant("borrowed GPU", "a smaller gain, within the tolerance for another machine",
+           "reproduction", borrow_gpu, NOT_SHOWN),
+    Mutant("borrowed precision", "a plain score in bf16, for its larger tolerance", "reproduction",
+           borrow_precision, NOT_SHOWN),
     Mutant(
         "stopped elsewhere", "learning ended at a step of choice, and 32 bits say so",
         "reproduction", adapt(lambda t: t.update(stopped_at=0, side_bits=32.0)),
@@ -383,6 +426,10 @@ NAMES_AND_SIZES = [
     Mutant("weights swapped", "weights.safetensors replaced", "packing", swap_weights),
     Mutant("tuned elsewhere", "an artifact of other weights, scored honestly", "packing",
            tuned_elsewhere),
+    Mutant("rounded by hand", "one rounding, by the name of another machine", "packing",
+           round_by_hand, NOT_SHOWN),
+    Mutant("borrowed processor", "the weights a run began with, by the name of another machine",
+           "training", borrow_processor, NOT_SHOWN),
     Mutant("early clock", "the seconds of training in validation.json", "time", early_clock),
     Mutant("backward clock", "the last seconds in both clocks of training", "time", backward_clock),
     Mutant("no seconds", "training that took no time", "time", raw("validation.json", seconds=0.0)),

@@ -30,3 +30,10 @@ def made_elsewhere(entries: Entries) -> Entries:
         if "environment" in entry:
             entry["environment"]["processor"] = "another"
     return entries
+
+
+def other_start(entries: Entries) -> Entries:
+    """A run that began with other weights than those of its seed."""
+    first = next(entry for entry in entries if entry["kind"] == "checkpoint")
+    first["parts"]["model"] = "0" * 64
+    return entries
