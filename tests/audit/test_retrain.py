@@ -23,12 +23,13 @@ from underpar.build.levers import resolve_levers
 from underpar.core.run_folder import RunFolder, write_json
 from underpar.core.runtime import Clock, Runtime
 from underpar.core.tensor_files import read_tensors, save_tensors
-from underpar.data.folder import DataFolder, hash_file, load_data
+from underpar.data.folder import DataFolder, data_identity, hash_file, load_data
 from underpar.errors import RunError, UnderparError
 from underpar.recipe import Recipe, load_recipe
 from underpar.stages.audit import AuditRequest, open_case
 from underpar.stages.train import make_trainer, train
-from underpar.train.evidence import hash_tensors, read_account, read_chain
+from underpar.train.checkpoint import Position, read_checkpoint
+from underpar.train.evidence import hash_parts, hash_tensors, read_account, read_chain
 
 ALL = 1000
 SETS = ["model.num_layers=1", "train.budget_steps=12", "train.checkpoint_seconds=0"]
@@ -67,7 +68,7 @@ def case(tiny_run: TinyRun, runtime: Runtime) -> Case:
     return open_case(tiny_run.folder, runtime, AuditRequest(tiny_run.data, seed=0))
 
 
-def judged(case: Case, folder: RunFolder, num_steps: int = ALL) -> Finding:
+def judged(case: Case, folder: RunFolder, num_steps: int | None = ALL) -> Finding:
     """The finding about the training of a folder; an error of the rule is a fail."""
     changed = dataclasses.replace(
         case,
@@ -326,6 +327,28 @@ def test_an_edited_run_fails(
     assert why in finding.summary
 
 
+def test_weights_that_were_tuned_at_the_end_fail_by_default(case: Case, copied: RunFolder) -> None:
+    # Checkpoint, final weights and chain all have the tuned weights; only the steps say otherwise.
+    tensors, about = read_tensors(copied.checkpoint_file)
+    is_tuned = {n for n, t in tensors.items() if n.startswith(("model/", "average0/")) and t.ndim}
+    tuned = {n: 1.01 * t if n in is_tuned else t for n, t in tensors.items()}
+    save_tensors(copied.checkpoint_file, tuned, about)
+    change_weights(copied)
+    run_of = Position(recipe_of().hash, data_identity(case.data))
+    _, parts = read_checkpoint(copied.checkpoint_file, run_of)
+
+    def change(entries: Entries) -> Entries:
+        last = [entry for entry in entries if entry["kind"] == "checkpoint"][-1]
+        last["parts"] = hash_parts(parts)
+        return entries
+
+    forge(copied, change)
+    rehash_weights(copied)
+    finding = judged(case, copied, None)
+    assert finding.verdict == FAIL
+    assert "the state after step 12 has other tensors" in finding.summary
+
+
 @pytest.mark.parametrize("is_elsewhere", [False, True])
 def test_a_run_that_trained_on_held_out_text_fails(
     case: Case, tmp_path: Path, runtime: Runtime, is_elsewhere: bool
@@ -398,7 +421,7 @@ def test_the_command_line_asks_for_steps_and_checkpoints(
     for words in ([], ["--retrain", 3, "--seed", 5]):
         with pytest.raises(RunError, match="not audited"):
             invoke("audit", tmp_path / "run", "--device", "cpu", *words)
-    assert [(r.num_retrained, r.seed) for r in requests] == [(10, None), (3, 5)]
+    assert [(r.num_retrained, r.seed) for r in requests] == [(None, None), (3, 5)]
 
 
 def test_random_numbers_of_the_caller_are_left_alone(case: Case, honest: RunFolder) -> None:

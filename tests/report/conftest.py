@@ -95,6 +95,7 @@ def audit_tree(verdict: str = "pass") -> dict[str, Any]:
         "limits": {"cap_bytes": 16_000_000, "train_seconds": 600.0, "score_seconds": 600.0},
         "num_documents": 0,
         "code_tokens": 0,
+        "num_retrained": None,
         "verdict": verdict,
         "findings": [{"rule": rule, **finding} for rule in RULES],
     }

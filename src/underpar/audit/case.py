@@ -132,7 +132,8 @@ class Case:
     # The number of random documents that are scored again if documents do not depend on each
     # other; 0 stands for all.
     num_documents: int = 0
-    # The number of training steps that are taken again.
-    num_retrained: int = 0
+    # The number of training steps that are taken again. None: all of them where they repeat bit for
+    # bit, a few elsewhere.
+    num_retrained: int | None = None
     # Random documents are coded until this many tokens; 0 codes all of them.
     code_tokens: int = 0

@@ -49,6 +49,8 @@ WAY_SHARE = {torch.float32: 0.02, torch.bfloat16: 0.2}
 # the audit may run on a slower or busier machine. More is no evidence against a run, but none for
 # its clock.
 SLOWER = 4.0
+# The steps that are repeated by default where floats differ. Over a whole segment they add up.
+NUM_STEPS_ELSEWHERE = 10
 
 
 @dataclass(frozen=True)
@@ -92,9 +94,12 @@ def training(case: Case) -> Finding:
     made_on = str(account.environment(0)["device"])
     if made_on.startswith("cpu") != (case.runtime.device.type == "cpu"):
         return not_shown("training", f"made on {made_on}; audit on such a device to repeat steps")
-    if not case.num_retrained:
+    num_wanted = case.num_retrained
+    if num_wanted is None:
+        num_wanted = num_taken if _repeats_exactly(case, account) else NUM_STEPS_ELSEWHERE
+    if not num_wanted:
         return not_shown("training", f"none of {num_taken} steps was repeated; see --retrain")
-    segments = deal([*steps, num_taken], case.num_retrained, case.rng)
+    segments = deal([*steps, num_taken], num_wanted, case.rng)
     with torch.random.fork_rng(devices=[]):
         repeat = Repeat(case, account, case.open_trainer())
         repeat.check_tokens()
@@ -125,6 +130,13 @@ def training(case: Case) -> Finding:
     if finding.verdict == PASS and missing_proof:
         return not_shown("training", f"{finding.summary}; {missing_proof}", **finding.evidence)
     return finding
+
+
+def _repeats_exactly(case: Case, account: Account) -> bool:
+    """Whether the whole run was made in the environment of the audit, on a CPU."""
+    here = environment(case.runtime)
+    is_cpu = case.runtime.device.type == "cpu"
+    return is_cpu and all(made_in == here for made_in in account.environments.values())
 
 
 def _is_from_elsewhere(repeat: Repeat) -> str:

@@ -132,12 +132,13 @@ def audit(
         int, typer.Option(help="Code random documents up to this many tokens; 0: all documents.")
     ] = 0,
     retrain: Annotated[
-        int,
+        int | None,
         typer.Option(
             metavar="N",
-            help="Take N training steps again, from random checkpoints; a large N: all of them.",
+            help="Take N training steps again, dealt out over all checkpoints. Default: all of "
+            "them if this machine repeats them bit for bit, else 10.",
         ),
-    ] = 10,
+    ] = None,
     seed: Annotated[
         int | None, typer.Option(help="Seed of the random choices, to repeat an audit.")
     ] = None,
@@ -162,8 +163,7 @@ def audit(
     \b
     underpar audit runs/mine
     underpar audit runs/mine --expect-data 3f0c...    the data are those that were published
-    underpar audit runs/mine --documents 50 --code-tokens 20000      faster: a random sample
-    underpar audit runs/mine --retrain 1000000        slower: the whole training once more
+    underpar audit runs/mine --documents 50 --code-tokens 20000 --retrain 10     faster: a sample
 
     Exit code 0: every rule passes. 1: a rule fails. 3: no rule fails, but the evidence for one is
     missing. The audit believes no figure of the run folder: it trains, packs, scores, counts and

@@ -62,7 +62,7 @@ class AuditRequest:
     # See `Case`; 0 stands for all documents and tokens.
     num_documents: int = 0
     code_tokens: int = 0
-    num_retrained: int = 10
+    num_retrained: int | None = None
     # The seed of the audit's random choices; without one they cannot be known in advance.
     seed: int | None = None
 
@@ -73,7 +73,7 @@ class AuditRequest:
             "--retrain": self.num_retrained,
         }
         for name, count in counts.items():
-            if count < 0:
+            if count is not None and count < 0:
                 raise RuleError(f"{name} {count}: expected 0 or more")
 
 
@@ -136,6 +136,7 @@ def _audit_run(
         "limits": asdict(request.limits),
         "num_documents": request.num_documents,
         "code_tokens": request.code_tokens,
+        "num_retrained": request.num_retrained,
         "seed": request.seed,
         "files": judged,
         "data": str(case.data_path),

@@ -27,10 +27,10 @@ from underpar.stages.train import train
 from underpar.stages.use import compress, decompress, open_codec
 
 PROMPT = "The government"
-# Enough for a run that anyone can repeat; `underpar audit` and `demo --full` take all documents.
-SAMPLE = AuditRequest(num_documents=12, code_tokens=12_000)
+# Enough for a run that anyone can repeat; `underpar audit` and `demo --full` take all.
+SAMPLE = AuditRequest(num_documents=12, code_tokens=12_000, num_retrained=10)
 # All documents, and the whole training once more.
-FULL = AuditRequest(num_retrained=1_000_000)
+FULL = AuditRequest()
 
 
 def run_demo(
