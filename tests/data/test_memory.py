@@ -21,7 +21,7 @@ from underpar.data.build import BuildOptions, build_data
 if __name__ == "__main__":
     source, tokenizer, out = map(Path, sys.argv[1:])
     options = BuildOptions(None, 0.01, tokenizer, transform="caseops_before", workers=1)
-    build_data([source], out, options)
+    build_data([source], out, options, overwrite=True)
     # Not getrusage: its maximum goes back to before the program was started.
     status = Path("/proc/self/status").read_text()
     print(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")))

@@ -59,7 +59,15 @@ def read_tensors(
             raise RunError(f"{path} was not written by underpar: it has no description")
         if not isinstance(about, dict):
             raise TypeError("its description is no JSON object")
+        for name, tensor in tensors.items():
+            if _is_exotic(tensor.dtype):
+                raise RunError(f"{path}: {name!r:.80} is {tensor.dtype}, which no stage writes")
     return tensors, about
+
+
+def _is_exotic(dtype: torch.dtype) -> bool:
+    """Complex numbers and floats of 8 bits or fewer: torch has no arithmetic for some of them."""
+    return dtype.is_complex or (dtype.is_floating_point and dtype.itemsize < 2)
 
 
 def read_about(path: Path, may_lack_checksum: bool = False) -> dict[str, Any]:
