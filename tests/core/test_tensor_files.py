@@ -106,7 +106,7 @@ def test_other_files_are_refused(path: Path, content: bytes) -> None:
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex64], ids=str)
 def test_types_that_no_stage_writes_are_refused(path: Path, dtype: torch.dtype) -> None:
     save_tensors(path, {"odd": torch.ones(3).to(dtype)}, {})
-    with pytest.raises(RunError, match="'odd' is torch.* which no stage writes"):
+    with pytest.raises(RunError, match=r"'odd' is torch.*which no stage writes"):
         read_tensors(path)
 
 
