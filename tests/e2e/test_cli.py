@@ -199,7 +199,7 @@ def test_compare_numbers_and_runs(tiny_run: TinyRun) -> None:
         (["train", "demmo", "--data", "x"], "'demo'"),
         (["pack", "nowhere"], "underpar train"),
         (["score", "nowhere.upar", "--data", "x"], "nowhere.upar"),
-        (["audit", "nowhere"], "underpar pack"),
+        (["audit", "nowhere"], "underpar train"),
         (["generate", __file__], "wrong magic"),
         (["data", "build", "nowhere.txt", "--out", "x"], "nowhere.txt"),
         (["data", "inspect", "nowhere"], "nowhere"),
