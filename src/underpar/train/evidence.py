@@ -40,7 +40,7 @@ from underpar.core.runtime import Runtime
 from underpar.core.tensor_files import raw_bytes
 from underpar.core.versions import device_name, processor_name, versions
 from underpar.data.folder import hash_file
-from underpar.errors import RunError
+from underpar.errors import DAMAGE, RunError
 from underpar.kernels.attention import backend_of
 from underpar.train.checkpoint import Parts, Position
 
@@ -120,7 +120,7 @@ def read_chain(path: Path) -> list[Entry]:
                         f"{path}: entry {len(entries) + 1} does not follow from the others"
                     )
                 entries.append(entry)
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError, OSError) as error:
+    except (OSError, *DAMAGE) as error:
         raise RunError(f"{path} is no evidence of training ({error!r:.80}); remove it") from error
     return entries
 
@@ -173,7 +173,7 @@ def read_account(entries: Sequence[Entry]) -> Account:
         rises = all(a < b for a, b in pairwise([0.0, *account.seconds]))
         if not rises or step not in account.checkpoints:
             raise RunError("the chain: its clock runs backwards, or its end has no checkpoint")
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+    except DAMAGE as error:
         raise RunError(f"the chain is no account of a run ({error!r:.80})") from error
     return account
 
