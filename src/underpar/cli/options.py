@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from underpar import __version__
 from underpar.cli.console import show_json, show_pairs
 
 if TYPE_CHECKING:
@@ -50,10 +51,22 @@ app = typer.Typer(
 )
 
 
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"underpar {__version__}")
+        raise typer.Exit()
+
+
 @app.callback()
 def options(
     debug: Annotated[
         bool, typer.Option("--debug", help="Show the traceback of an error, before its line.")
+    ] = False,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_show_version, help="Show the version and exit."
+        ),
     ] = False,
 ) -> None:
     """Options of all commands. `cli.main` reads --debug itself: errors end there."""

@@ -246,7 +246,7 @@ def _scipy_stats() -> Any:
     try:
         from scipy import stats
     except ImportError as error:
-        raise BenchError("scipy is missing; install it with: pip install scipy") from error
+        raise BenchError("scipy is missing: pip install 'underpar[stats]'") from error
     return stats
 
 

@@ -35,6 +35,7 @@ from underpar.core.progress import SILENT, Progress
 from underpar.core.run_folder import RunFolder, write_json
 from underpar.core.runtime import Runtime
 from underpar.core.tensor_files import read_about
+from underpar.core.versions import versions
 from underpar.data.folder import data_sha256, load_data
 from underpar.data.shards import Shard
 from underpar.errors import RuleError, RunError
@@ -139,6 +140,7 @@ def _audit_run(
         "num_retrained": request.num_retrained,
         "seed": request.seed,
         "files": judged,
+        "versions": versions(),
         "data": str(case.data_path),
     }
     write_json(folder.audit_file, about | audited.as_dict())

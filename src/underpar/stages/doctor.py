@@ -16,6 +16,7 @@ from underpar.core.versions import device_name, version_of, versions
 from underpar.kernels.attention import available
 
 OPTIONAL = {
+    "scipy": "comparing seeds",
     "zstandard": "reading .zst text",
     "constriction": "cross-checking the coders in tests",
     "flash_attn_4": "faster attention on Hopper",

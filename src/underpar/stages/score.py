@@ -14,7 +14,7 @@ from underpar.core.locks import lock_folder, lock_on_main
 from underpar.core.progress import SILENT, Progress
 from underpar.core.run_folder import RunFolder, write_json
 from underpar.core.runtime import Clock, Runtime
-from underpar.core.versions import device_name
+from underpar.core.versions import device_name, versions
 from underpar.data.folder import data_identity, load_data
 from underpar.data.xz import xz_bytes
 from underpar.score.ledger import Score
@@ -103,6 +103,7 @@ def _score_artifact(
         "data": str(data_path),
         "data_identity": data_identity(data),
         "device": device_name(runtime.device),
+        "versions": versions(),
         "xz_bytes": xz_bytes(data.val, data.tokenizer),
         # A lossy tokenizer scores another text than the one whose bytes are counted.
         "lossless": data.tokenizer.lossless,
