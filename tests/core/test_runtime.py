@@ -22,6 +22,7 @@ from underpar.core.run_folder import RunFolder
 from underpar.core.runtime import (
     Clock,
     Runtime,
+    is_machine_busy,
     keep_bytecode,
     keep_kernels,
     open_runtime,
@@ -48,6 +49,33 @@ def test_the_guard_is_set_on_import() -> None:
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
     assert result.stdout.split() == ["AVX512_CORE", "64.0"]
+
+
+def test_a_machine_is_busy_if_others_need_the_cores(tmp_path: Path) -> None:
+    load, num_cpus = tmp_path / "loadavg", os.cpu_count() or 1
+    # This process is one of those that run.
+    for num_others, busy in ((0, False), (num_cpus, True), (4 * num_cpus, True)):
+        load.write_text(f"0.20 0.18 0.12 {1 + num_others}/80 11206\n")
+        assert is_machine_busy(load) is busy
+    for unknown in ("", "0.20 0.18", "a b c d/e f"):
+        load.write_text(unknown)
+        assert is_machine_busy(load) is False
+    assert is_machine_busy(tmp_path / "missing") is False
+
+
+def test_a_setting_of_the_user_decides_how_threads_wait() -> None:
+    code = (
+        "import underpar, os; print(os.environ['GOMP_SPINCOUNT'], 'OMP_WAIT_POLICY' in os.environ)"
+    )
+    kept = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**kept, "GOMP_SPINCOUNT": "7"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert result.stdout.split() == ["7", "False"]
 
 
 QUIET = {"PYTHONDONTWRITEBYTECODE": "1"}

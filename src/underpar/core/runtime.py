@@ -26,16 +26,37 @@ if TYPE_CHECKING:
 _IMPORTED = time.perf_counter()
 
 
-_STAT, _MEMORY = Path("/proc/self/stat"), Path("/proc/meminfo")
+_STAT, _MEMORY, _LOAD = (Path(f"/proc/{name}") for name in ("self/stat", "meminfo", "loadavg"))
 
 
 def guard_cpu() -> None:
-    """Keep oneDNN from AMX instructions; call this before its first operation.
+    """Settings of oneDNN and OpenMP that are read only once: call this before torch is imported.
 
     Some virtual CPUs announce AMX and do not run it: a bf16 product then ends the process with an
     illegal instruction. CPU work here is fp32, so the limit costs no speed.
     """
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys() and is_machine_busy():
+        os.environ["OMP_WAIT_POLICY"] = "passive"
+
+
+def is_machine_busy(load: Path = _LOAD, samples: int = 3) -> bool:
+    """True if other processes leave fewer idle cores than this process may use.
+
+    OpenMP's threads wait for each other by spinning. That is the faster way on idle cores, and many
+    times slower where another process needs the core that a spinning thread holds.
+    """
+    for _ in range(samples):
+        try:
+            num_running = int(load.read_text().split()[3].partition("/")[0])
+        except (OSError, ValueError, IndexError):
+            return False
+        # This process is one of those that run.
+        if (os.cpu_count() or 1) - (num_running - 1) >= num_cores():
+            return False
+        # A short wait, because many processes run for a moment only.
+        time.sleep(0.003)
+    return True
 
 
 def keep_bytecode() -> None:
