@@ -170,11 +170,13 @@ def ablate(
 
 @app.command(rich_help_panel=LAB)
 def doctor(device: Device = "auto", json: Json = False) -> None:
-    """What this machine can do: versions, device, attention backends, two speeds.
+    """What this machine can do: versions, device, attention, speeds, ranks, and a verdict.
 
     \b
     underpar doctor
     underpar doctor --device cpu --json
+
+    Speeds are compared with known figures. The verdict says what will run here.
     """
     from underpar.core.runtime import open_runtime
     from underpar.stages.doctor import diagnose
@@ -184,10 +186,11 @@ def doctor(device: Device = "auto", json: Json = False) -> None:
         show_json(facts)
         return
     flat: dict[str, object] = {}
+    verdict = facts.pop("verdict")
     for key, value in facts.items():
         inner = value if isinstance(value, dict) else {"": value}
         flat |= {f"{key} {name}".strip(): v for name, v in inner.items()}
-    show_pairs("this machine", flat)
+    show_pairs("this machine", flat | {"verdict": "; ".join(verdict)})
 
 
 @lab_app.command("parity")

@@ -261,7 +261,9 @@ def pack(
     progress = open_progress(json)
     script_bytes = len(train_script(folder.read_recipe())) if for_submission else None
     inside = not tokenizer_apart
-    budget = stage.pack(folder, open_runtime(device), cap, part, progress, inside, script_bytes)
+    budget = stage.pack(
+        folder, open_runtime(device).for_float64, cap, part, progress, inside, script_bytes
+    )
     _show_budget(budget, str(folder.artifact_file), json)
 
 
@@ -297,7 +299,7 @@ def calibrate(
 
     folder = RunFolder(run)
     data = data or data_of(folder)
-    summary = run_stage(folder, data, open_runtime(device), source)
+    summary = run_stage(folder, data, open_runtime(device).for_float64, source)
     show_summary(json, str(folder.calibration_file), summary)
 
 
@@ -323,7 +325,9 @@ def quantize(
 
     folder = RunFolder(run)
     part = quant_part(folder, set_)
-    summary = stage.quantize(folder, open_runtime(device), cap, part, open_progress(json))
+    summary = stage.quantize(
+        folder, open_runtime(device).for_float64, cap, part, open_progress(json)
+    )
     show_summary(json, str(folder.quantized_file), summary)
 
 

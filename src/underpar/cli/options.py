@@ -78,7 +78,7 @@ Set = Annotated[
     typer.Option("--set", help="Change a recipe value, may be repeated: train.matrix_lr=0.02"),
 ]
 Device = Annotated[
-    str, typer.Option(help="auto, cpu, cuda or mps; auto takes a CUDA GPU if there is one.")
+    str, typer.Option(help="auto, cpu, cuda or mps; auto takes a GPU if there is one, CUDA first.")
 ]
 Attention = Annotated[
     str,

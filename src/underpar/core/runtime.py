@@ -104,7 +104,7 @@ class Runtime:
     world: int = 1
     # Whether training and adaptation are compiled.
     compiled: bool = False
-    # The precision of matrix products; by default bf16 on a CUDA GPU, and fp32 elsewhere.
+    # The precision of matrix products; by default bf16 on a CUDA GPU that has it, else fp32.
     precision: torch.dtype | None = None
     # What carries messages between ranks: an object with the collectives that `core/dist.py` calls.
     # None is torch.distributed.
@@ -120,8 +120,18 @@ class Runtime:
         """The precision of matrix products."""
         import torch
 
-        default = torch.bfloat16 if self.device.type == "cuda" else torch.float32
-        return self.precision or default
+        # Older GPUs (T4) only emulate bf16, slower than fp32. Their fp16 would need scaled losses.
+        has_bf16 = self.device.type == "cuda" and torch.cuda.is_bf16_supported(
+            including_emulation=False
+        )
+        return self.precision or (torch.bfloat16 if has_bf16 else torch.float32)
+
+    @property
+    def for_float64(self) -> Runtime:
+        """The same device, or the CPU in place of one that lacks float64: packing needs it."""
+        import torch
+
+        return replace(self, device=torch.device("cpu")) if self.device.type == "mps" else self
 
     @property
     def for_probes(self) -> Runtime:
@@ -151,13 +161,13 @@ def open_runtime(device: str = "auto", compiled: bool | None = None) -> Runtime:
     rank = int(os.environ.get("RANK", "0"))
     world = int(os.environ.get("WORLD_SIZE", "1"))
     local = int(os.environ.get("LOCAL_RANK", "0"))
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     available = {
-        "cpu": True,
         "cuda": torch.cuda.is_available(),
         "mps": torch.backends.mps.is_available(),
+        "cpu": True,
     }
+    if device == "auto":
+        device = next(name for name, there in available.items() if there)
     if not available.get(device, False):
         usable = ", ".join(name for name, there in available.items() if there)
         raise UnderparError(f"device {device!r} is not available here; choose from {usable}")

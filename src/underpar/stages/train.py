@@ -20,7 +20,12 @@ from underpar.core.dist import ask_main, process_group
 from underpar.core.locks import lock_on_main
 from underpar.core.progress import SILENT, Progress
 from underpar.core.run_folder import RunFolder, write_atomic, write_json
-from underpar.core.runtime import Runtime, free_memory_bytes, seed_everything
+from underpar.core.runtime import (
+    Runtime,
+    free_memory_bytes,
+    is_machine_busy,
+    seed_everything,
+)
 from underpar.core.versions import device_name, versions
 from underpar.data.folder import DataFolder, data_identity, data_sha256, load_data
 from underpar.data.loader import Loader
@@ -32,6 +37,7 @@ from underpar.quant.rules import check_rules
 from underpar.recipe import Recipe, TrainPart
 from underpar.score.windows import chunk_documents
 from underpar.stages.calibrate import calibrate_run, needs_calibration
+from underpar.stages.start import start_trainer
 from underpar.submit.bundle import bundle
 from underpar.train.checkpoint import Position
 from underpar.train.evidence import KEPT, Evidence
@@ -68,7 +74,9 @@ def train(
     def refuse() -> None:
         shapes = weight_shapes(recipe)
         require_packable(recipe, shapes, data.tokenizer.content)
-        require_memory(recipe, shapes, free_memory_bytes(runtime.device))
+        # On other devices smaller micro-batches are tried.
+        if runtime.device.type == "cpu":
+            require_memory(recipe, shapes, free_memory_bytes(runtime.device))
 
     with process_group(runtime):
         # Before the folder is made. A refusal of the main rank ends the other ranks too.
@@ -96,6 +104,11 @@ def _train(
     last: dict[str, Any] = {}
     stopped: str | None = None
 
+    if runtime.device.type == "cpu" and is_machine_busy():
+        progress.note(
+            "other processes use this machine: training is slower, and a budget in seconds buys "
+            "fewer steps ('underpar doctor' compares its speed with known ones)"
+        )
     with progress.task("train", 1) as task:
 
         def on_step(line: dict[str, Any]) -> bool:
@@ -112,11 +125,19 @@ def _train(
             return stopped is not None
 
         # Only the main rank prepares the folder; its refusal ends the other ranks too.
-        ask_main(lambda: begin_run(folder, recipe, data_path, data, runtime), runtime)
-        finished = make_trainer(recipe, data, folder, runtime, num_kept).run(on_step)
+        asked = recipe
+        recipe = ask_main(lambda: begun_recipe(folder, asked, data), runtime)
+        recipe, runtime, trainer = start_trainer(
+            lambda recipe, runtime: make_trainer(recipe, data, folder, runtime, num_kept),
+            recipe,
+            runtime,
+            progress.note,
+        )
+        ask_main(lambda: begin_run(folder, recipe, data_path, data, runtime, asked), runtime)
+        finished = trainer.run(on_step)
         if finished and needs_calibration(recipe):
             task.update(1, "calibrating")
-            calibrate_run(folder, data, runtime)
+            calibrate_run(folder, data, runtime.for_float64)
 
     summary = {"finished": finished, "run": str(folder.path), "recipe_hash": recipe.hash}
     summary |= {"attention": backend_of(runtime.device, runtime.dtype)}
@@ -165,19 +186,39 @@ def make_validator(recipe: Recipe, shard: Shard, runtime: Runtime) -> Validator:
     return Validator(shard, list(chunk_documents(lengths, recipe.score.batch_tokens)), runtime)
 
 
+def begun_recipe(folder: RunFolder, recipe: Recipe, data: DataFolder) -> Recipe:
+    """The recipe of the run that the folder holds, which began with `recipe`; or `recipe`.
+
+    The two differ if micro-batches did not fit in memory. The folder of another recipe or of other
+    data is refused.
+    """
+    if not folder.about_file.exists():
+        return recipe
+    about = folder.read_json(folder.about_file)
+    asked = about.get("asked_recipe_hash", about.get("recipe_hash"))
+    held = {"recipe_hash": asked, "data_identity": about.get("data_identity")}
+    for key, value in {"recipe_hash": recipe.hash, "data_identity": data_identity(data)}.items():
+        # The recipe in the folder names the same run.
+        if held[key] != value and (key, about.get(key)) != ("recipe_hash", value):
+            raise RunError(
+                f"{folder.path} holds a run with {key} {held[key]}, this one has {value}; "
+                "choose another --out"
+            )
+    return recipe if asked == about.get("recipe_hash") else folder.read_recipe()
+
+
 def begin_run(
-    folder: RunFolder, recipe: Recipe, data_path: Path, data: DataFolder, runtime: Runtime
+    folder: RunFolder,
+    recipe: Recipe,
+    data_path: Path,
+    data: DataFolder,
+    runtime: Runtime,
+    asked: Recipe | None = None,
 ) -> None:
-    """Write the files that name a run; refuse the folder of another recipe or other data."""
+    """Write the files that name a run; `asked` is the recipe before micro-batches were fitted."""
     wanted = {"recipe_hash": recipe.hash, "data_identity": data_identity(data)}
-    if folder.about_file.exists():
-        about = folder.read_json(folder.about_file)
-        for key, value in wanted.items():
-            if about.get(key) != value:
-                raise RunError(
-                    f"{folder.path} holds a run with {key} {about.get(key)}, this one has {value}; "
-                    "choose another --out"
-                )
+    if asked is not None and asked.hash != recipe.hash:
+        wanted["asked_recipe_hash"] = asked.hash
     folder.write_recipe(recipe)
     write_atomic(folder.tokenizer_file, data.tokenizer.content)
     write_json(

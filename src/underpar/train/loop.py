@@ -77,6 +77,8 @@ class Trainer:
     size_of: SizeOf | None = None
     runner: Eager = field(init=False)
     """Runs the parts of each forward pass: as they are written, or compiled."""
+    is_warm: bool = field(init=False, default=False)
+    """Whether the warm-up has been made."""
 
     def __post_init__(self) -> None:
         self.optimizer = Optimizer(self.model, self.part, self.runtime)
@@ -91,11 +93,10 @@ class Trainer:
 
     def run(self, on_step: OnStep | None = None) -> bool:
         """Train until the budget is spent (True) or a signal asks to stop (False)."""
-        part, runtime, clock = self.part, self.runtime, self.meter.clock
+        part, runtime = self.part, self.runtime
         is_new = self._resume()
-        if runtime.compiled:
-            with clock.phase("compile"):
-                warm_up(self.model, self.loader, part, runtime, self.runner)
+        if runtime.compiled and not self.is_warm:
+            self.warm_up()
         if runtime.is_main:
             self._begin_evidence(is_new)
         seconds_before, started = self.position.seconds, self._counted_seconds()
@@ -150,6 +151,12 @@ class Trainer:
         if finished:
             self._report()
         return finished
+
+    def warm_up(self) -> None:
+        """Compile every graph of the schedule; where nothing is compiled, try every shape."""
+        with self.meter.clock.phase("compile"):
+            warm_up(self.model, self.loader, self.part, self.runtime, self.runner)
+        self.is_warm = True
 
     def replay(self, seconds: Iterable[float]) -> Iterator[dict[str, Any]]:
         """Take steps of a recorded run again, from the current state; writes nothing.
