@@ -1,15 +1,22 @@
-"""The same road on an accelerator: equal scores, a codec that decodes. Runs where there is one."""
+"""The same road on an accelerator, CUDA or MPS: every lever, equal scores, a codec that decodes.
+
+pytest -m gpu
+"""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from lever_stacks import CPU, MODEL, batch_of, randomized, stack_with
 from tiny import TinyRun
+from underpar.audit.traces import TOLERANCE
 from underpar.codec.stream import code_documents
 from underpar.core.run_folder import RunFolder
 from underpar.core.runtime import Runtime, open_runtime
 from underpar.data.folder import load_data
+from underpar.infer.predictor import Predictor
 from underpar.recipe import Recipe
 from underpar.score.method import ADAPT, PLAIN
 from underpar.stages.audit import audit_run
@@ -23,7 +30,19 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def gpu() -> Runtime:
-    return open_runtime("cuda")
+    """The accelerator that commands take by default; without one the tests fail."""
+    runtime = open_runtime("auto")
+    assert runtime.device.type != "cpu", "no accelerator here"
+    return runtime
+
+
+@pytest.mark.parametrize("name", MODEL)
+def test_every_lever_computes_the_same_on_both_devices(name: str, gpu: Runtime) -> None:
+    model, batch = randomized(stack_with(name)), batch_of([30, 40], 128)
+    expected = Predictor(model, CPU, []).log_probs(batch)
+    device = gpu.device
+    ours = Predictor(model.to(device), device, [], torch.float32).log_probs(batch.to(device))
+    assert torch.allclose(ours.cpu(), expected, atol=TOLERANCE, rtol=0)
 
 
 def test_training_packs_and_scores(
