@@ -7,7 +7,7 @@ from pinned import differences, read_pinned
 # Words of a pinned command -> names of the options it has gained on purpose.
 NEW_OPTIONS: dict[str, set[str]] = {
     "": {"debug", "version"},
-    "recipe show": {"forward"},
+    "recipe show": {"forward", "against_published"},
     "pack": {"for_submission"},
     "audit": {
         "cap",

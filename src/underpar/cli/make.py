@@ -63,6 +63,10 @@ def recipe_show(
     forward: Annotated[
         bool, typer.Option("--forward", help="Print the network as its forward pass runs.")
     ] = False,
+    against_published: Annotated[
+        bool,
+        typer.Option("--against-published", help="Where it differs from the published system."),
+    ] = False,
     set_: Set = None,
     json: Json = False,
 ) -> None:
@@ -72,15 +76,32 @@ def recipe_show(
     underpar recipe show pr2014
     underpar recipe show pr2014+cpu --set train.seed=7
     underpar recipe show pr2014 --forward
+    underpar recipe show pr2014 --against-published
 
     --forward runs the network once, without weights, and prints what it saw: each visit of a
     block in order, each module and each lever's hook with the shapes of its tensors, then the
     parameters and forecast bytes per block.
+
+    --against-published prints every deliberate deviation from the pull request that the recipe
+    is named after, with its reason; for an overlay or --set also each value that it sets.
     """
     from underpar.recipe import to_toml, to_tree
 
     resolved = load_checked(recipe, set_)
-    if forward:
+    if against_published:
+        from underpar.lab.deviations import deviations_of, published_name
+        from underpar.report.gather import show
+
+        rows = deviations_of(recipe, resolved)
+        if json:
+            show_json([asdict(row) for row in rows])
+        elif rows:
+            columns = ("what", "published", "here", "why")
+            cells = [(row.what, show(row.published), show(row.here), row.why) for row in rows]
+            show_table(f"{recipe} and the published system", columns, cells)
+        else:
+            OUT.print(f"{recipe} differs nowhere from {published_name(recipe)} as published")
+    elif forward:
         from underpar.lab.show_forward import observe_forward
 
         observed = observe_forward(resolved)
