@@ -69,12 +69,6 @@ def test_the_hash_names_the_content() -> None:
         ("train.adam_betas=[0.9]", ("adam_betas", "2 values")),
         ("train.clip=inf", ("train.clip", "finite")),
         ("model.num_layers=1000", ("num_layers", "256")),
-        ("model.mlp_dim=[64, 96]", ("mlp_dim", "2 widths", "num_layers = 4", "each")),
-        ("model.mlp_dim=[]", ("mlp_dim", "0 widths")),
-        ("model.mlp_dim=[64, 96, 0, 64]", ("mlp_dim = 0", "1 to 65536")),
-        ("model.mlp_dim=[64, 96, 1.5, 64]", ("mlp_dim = 1.5", "int")),
-        ("model.mlp_dim=[[64], 96, 64, 64]", ("mlp_dim = [64]", "int")),
-        ("model.mlp_dim=wide", ("mlp_dim = 'wide'", "int")),
         ("levers.ema=3", ("levers.ema", "3")),
         ("model=3", ("model", "table")),
         ("nonsense", ("nonsense", "section.key=value")),
@@ -131,16 +125,15 @@ def test_override_values_are_toml() -> None:
     assert parse_override("a.b=x y") == {"a": {"b": "x y"}}
 
 
-def test_widths_by_layer_survive_toml_and_one_width_keeps_its_hash(tmp_path: Path) -> None:
-    widths = load_recipe("demo", ["model.mlp_dim=[64, 96, 128, 64]"])
-    assert widths.model.mlp_dims == (64, 96, 128, 64)
-    path = tmp_path / "again.toml"
-    path.write_text(to_toml(widths))
-    assert load_recipe(str(path)).hash == widths.hash
-    plain = load_recipe("demo", ["model.mlp_dim=64"])
-    assert plain.model.mlp_dims == (64,) * plain.model.num_layers
-    assert plain.hash != load_recipe("demo", ["model.mlp_dim=[64, 64, 64, 64]"]).hash
-
-
 def test_defaults_are_a_valid_recipe() -> None:
     assert Recipe().hash == Recipe().hash
+
+
+def test_a_setting_that_old_recipes_lack_changes_their_hash_only_if_it_is_set() -> None:
+    recipe = load_recipe("baseline")
+    assert "piece_tokens" not in to_toml(recipe)
+    assert "piece_tokens = 0" in to_toml(recipe, complete=True)
+    changed = load_recipe("baseline", ["train.piece_tokens=64"])
+    assert "piece_tokens = 64" in to_toml(changed) and changed.hash != recipe.hash
+    with pytest.raises(RecipeError, match=r"train.piece_tokens = -1: expected 0 or more"):
+        load_recipe("baseline", ["train.piece_tokens=-1"])

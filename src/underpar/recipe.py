@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from types import UnionType
 from typing import Any
 
 from underpar.errors import RecipeError
@@ -207,11 +206,6 @@ def fields_from(kind: type, table: Mapping[str, Any], where: str) -> Tree:
 
 
 def _typed(hint: Any, value: Any, where: str) -> Any:
-    if isinstance(hint, UnionType):
-        # One value or a list of them.
-        is_list = isinstance(value, list | tuple)
-        kinds = typing.get_args(hint)
-        hint = next(kind for kind in kinds if (typing.get_origin(kind) is tuple) == is_list)
     if typing.get_origin(hint) is tuple:
         require(isinstance(value, list | tuple), f"{where} = {value!r}: expected a list")
         items = typing.get_args(hint)
@@ -243,16 +237,24 @@ def _levers(table: Mapping[str, Any]) -> dict[str, Tree]:
     return dict(sorted(levers.items()))
 
 
-def to_tree(recipe: Recipe) -> Tree:
-    """The recipe as plain nested tables."""
+def to_tree(recipe: Recipe, complete: bool = False) -> Tree:
+    """The recipe as plain nested tables.
+
+    Settings that older versions lack are left out at their defaults, unless it is to be `complete`.
+    """
     tree = dataclasses.asdict(recipe)
+    for name, table in tree.items():
+        part = getattr(recipe, name)
+        for known in () if name == "levers" or complete else dataclasses.fields(part):
+            if known.metadata.get("added") and getattr(part, known.name) == known.default:
+                del table[known.name]
     return typing.cast(Tree, json.loads(json.dumps(tree)))
 
 
-def to_toml(recipe: Recipe) -> str:
+def to_toml(recipe: Recipe, complete: bool = False) -> str:
     """The resolved recipe as TOML that `load_recipe` reads back to an equal recipe."""
     lines = []
-    for name, table in to_tree(recipe).items():
+    for name, table in to_tree(recipe, complete).items():
         if name == "levers":
             for lever, settings in table.items():
                 lines += [f"[levers.{lever}]", *_toml_lines(settings), ""]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from underpar.errors import RecipeError
 
@@ -11,6 +12,15 @@ def require(condition: bool, message: str) -> None:
     """Raise a RecipeError with `message` unless `condition` holds."""
     if not condition:
         raise RecipeError(message)
+
+
+def added(default: Any) -> Any:
+    """A setting that recipes of older versions lack.
+
+    At its default it is neither written nor hashed, so that old recipes keep their hashes and old
+    run folders their meaning.
+    """
+    return field(default=default, metadata={"added": True})
 
 
 @dataclass(frozen=True)
@@ -45,18 +55,14 @@ LARGEST = {
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Shapes and constants of the transformer.
-
-    `mlp_dim` is the width of every MLP, or a list with one width per layer (PR 2137 moves width to
-    looped layers, for at most 0.2 mBPB). A layer has the same width in every visit.
-    """
+    """Shapes and constants of the transformer."""
 
     vocab_size: int = 8192
     num_layers: int = 11
     dim: int = 512
     num_heads: int = 8
     num_kv_heads: int = 4
-    mlp_dim: int | tuple[int, ...] = 2048
+    mlp_dim: int = 2048
     rope_base: float = 10_000.0
     softcap: float = 30.0
     context: int = 2048
@@ -65,13 +71,7 @@ class ModelSpec:
     def __post_init__(self) -> None:
         for name, largest in LARGEST.items():
             value = getattr(self, name)
-            for size in value if isinstance(value, tuple) else (value,):
-                require(0 < size <= largest, f"model.{name} = {size}: expected 1 to {largest}")
-        require(
-            len(self.mlp_dims) == self.num_layers,
-            f"model.mlp_dim names {len(self.mlp_dims)} widths, model.num_layers = "
-            f"{self.num_layers}: name one width for all layers or one for each",
-        )
+            require(0 < value <= largest, f"model.{name} = {value}: expected 1 to {largest}")
         require(
             self.dim % self.num_heads == 0 and self.num_heads % self.num_kv_heads == 0,
             f"model.dim = {self.dim}, num_heads = {self.num_heads}, num_kv_heads = "
@@ -90,13 +90,6 @@ class ModelSpec:
     def head_dim(self) -> int:
         """Channels of one head."""
         return self.dim // self.num_heads
-
-    @property
-    def mlp_dims(self) -> tuple[int, ...]:
-        """The width of each layer's MLP."""
-        if isinstance(self.mlp_dim, tuple):
-            return self.mlp_dim
-        return (self.mlp_dim,) * self.num_layers
 
 
 def parse_points(points: tuple[str, ...], where: str) -> tuple[tuple[float, float], ...]:
@@ -125,7 +118,8 @@ class TrainPart:
     sizes `micro_sizes` in turn. Documents are cut at `context` tokens, or at `contexts` in turn, or
     at the length of the current stage: `stages` ("1024@0.1", "2048@1") cut at 1024 tokens up to a
     tenth of the run, then at 2048. After a change of stage the learning rates rise again over
-    `rewarm_steps` steps.
+    `rewarm_steps` steps. Documents of more than `piece_tokens` (0: none) are read in pieces, which
+    are shuffled like documents; see data/order.py.
 
     Schedules: `decay_curve` scales weight decay over the run: ("1@0.7", "0.5@1") is constant up to
     0.7 and falls to a half at the end.
@@ -167,6 +161,7 @@ class TrainPart:
     checkpoint_seconds: float = 60.0
     log_every: int = 1
     validate_every_seconds: float = 0.0
+    piece_tokens: int = added(0)
 
     def __post_init__(self) -> None:
         budgets = (self.budget_seconds, self.budget_steps, self.budget_tokens, self.budget_flops)
@@ -194,6 +189,8 @@ class TrainPart:
             require(value > 0, f"train.{name} = {value}: expected a positive number")
         every = self.validate_every_seconds
         require(every >= 0, f"train.validate_every_seconds = {every}: expected 0 or more")
+        piece = self.piece_tokens
+        require(piece >= 0, f"train.piece_tokens = {piece}: expected 0 or more")
         shortest = min(self.contexts, default=1)
         require(shortest > 0, f"train.contexts: {shortest} is not a positive number")
         known = self.order in ("documents", "sequences")

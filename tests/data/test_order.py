@@ -146,6 +146,35 @@ def test_the_orders_are_the_same_in_every_version(shard: Shard) -> None:
     assert [where[window[5]] - 5 for window in windows] == [51, 31, 11, 111, 131, 71, 91]
 
 
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 70), st.integers(0, 3), st.integers(0, 2))
+def test_long_documents_are_read_in_shuffled_pieces(
+    shard: Shard, piece_tokens: int, seed: int, epoch: int
+) -> None:
+    order, total = make_order("documents", shard, seed, 16, piece_tokens), shard.num_tokens
+    assert order.epoch_tokens == total
+    inputs, targets, is_start = order.span(epoch * total, (epoch + 1) * total)
+    firsts = [*np.flatnonzero(is_start).tolist(), total]
+    pieces = [tuple(inputs[a:b].tolist()) for a, b in itertools.pairwise(firsts)]
+    documents = [shard.doc(i).tolist() for i in range(shard.num_documents)]
+    cuts = [
+        tuple(doc[a : a + piece_tokens])
+        for doc in documents
+        for a in range(0, len(doc), piece_tokens)
+    ]
+    assert sorted(pieces) == sorted(cuts)
+    # The last target of a piece is the next token of its document, and not of the next piece.
+    follower = dict(itertools.pairwise(shard.tokens.tolist()))
+    ends = [b - 1 for b in firsts[1:] if inputs[b - 1] not in (1, shard.tokens[-1])]
+    assert [targets[e] for e in ends] == [follower[int(inputs[e])] for e in ends]
+
+
+def test_short_documents_are_read_as_if_nothing_was_cut(shard: Shard) -> None:
+    whole, cut = (make_order("documents", shard, 7, 16, piece) for piece in (0, 65))
+    for a, b in zip(whole.span(0, 999), cut.span(0, 999), strict=True):
+        assert np.array_equal(a, b)
+
+
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
     [

@@ -15,7 +15,14 @@ from underpar.core.tensor_files import save_tensors
 from underpar.data.folder import load_data
 from underpar.data.loader import Loader, MicroBatch
 from underpar.errors import RunError
-from underpar.train.guard import Guard, Reference, read_batches, read_reference, save_batches
+from underpar.train.guard import (
+    RISEN_LOSSES,
+    Guard,
+    Reference,
+    read_batches,
+    read_reference,
+    save_batches,
+)
 
 # Losses of steps 1 to 5 of PR 2014, seed 0: the normal spike.
 PUBLISHED_START = [9.0105, 12.9462, 10.2571, 8.7591, 8.0009]
@@ -46,25 +53,50 @@ def test_a_loss_that_is_no_number_stops_at_once(step: int, loss: float) -> None:
     assert guard.healthy_step == step - 1
 
 
-def test_above_twice_ln_v_stops_at_any_step() -> None:
+def last_check(guard: Guard, first: int, losses: list[float]) -> str | None:
+    """The answer to the last of these losses; every answer before it is None."""
+    *before, last = [guard.check(first + i, loss) for i, loss in enumerate(losses)]
+    assert before == [None] * len(before)
+    return last
+
+
+def test_above_twice_ln_v_for_some_steps_stops_at_any_step() -> None:
+    ceiling = 2 * math.log(8192)
     guard = Guard(8192)
-    assert guard.check(2, 2 * math.log(8192) - 0.01) is None
-    assert "2 ln V" in (guard.check(3, 2 * math.log(8192) + 0.01) or "")
+    assert last_check(guard, 2, [ceiling - 0.01] * 60) is None
+    assert "2 ln V" in (last_check(guard, 62, [ceiling + 0.01] * RISEN_LOSSES) or "")
+    assert last_check(Guard(8192), 2, [ceiling + 0.01] * (RISEN_LOSSES - 1)) is None
 
 
-def test_an_explosion_is_told_from_a_bad_batch() -> None:
-    assert steady(3.0).check(151, 5.9) is None
-    assert "3.00 to 6.10" in (steady(3.0).check(151, 6.1) or "")
+def test_a_rise_that_stays_is_told_from_other_text() -> None:
+    assert last_check(steady(3.0), 151, [5.9] * 100) is None
+    assert last_check(steady(3.0), 151, [6.1] * (RISEN_LOSSES - 1)) is None
+    reason = last_check(steady(3.0), 151, [6.1] * RISEN_LOSSES)
+    assert "3.00 to 6.10" in (reason or "") and f"{RISEN_LOSSES} losses in a row" in (reason or "")
+    # A table: the loss jumps and falls again, many times.
+    table = [8.0, 7.0, 6.5, 6.2, 4.0] * 40
+    assert last_check(steady(3.0), 151, table) is None
     # The same rise while nothing has settled, or with nothing to compare with.
-    assert steady(3.0, 90).check(91, 6.1) is None
-    assert Guard(8192).check(500, 6.1) is None
+    assert last_check(steady(3.0, 70), 71, [6.1] * 30) is None
+    assert last_check(Guard(8192), 500, [6.1] * 30) is None
 
 
 def test_a_step_counts_once_however_often_it_is_asked_about() -> None:
     guard = Guard(8192)
     for _ in range(20):
         assert guard.check(101, 3.0) is None
-    assert guard.check(102, 7.0) is None
+    assert last_check(guard, 102, [7.0] * 30) is None
+    guard = steady(3.0)
+    for _ in range(2 * RISEN_LOSSES):
+        assert guard.check(151, 7.0) is None
+    assert guard.num_high == 1
+    assert guard.check(152, 3.0) is None and guard.num_high == 0
+
+
+def test_a_rise_saves_the_batches_of_its_first_step() -> None:
+    guard = steady(3.0)
+    assert last_check(guard, 151, [7.0] * RISEN_LOSSES) is not None
+    assert guard.suspects(150 + RISEN_LOSSES) == range(149, 151)
 
 
 @settings(max_examples=20, deadline=None)
@@ -112,7 +144,14 @@ def test_a_failure_saves_every_step_that_may_be_its_cause(loader: Loader, tmp_pa
     error = guard.save_failure(path, loader, 12, reason, context=32)
     assert isinstance(error, RunError)
     assert "\n" not in str(error)
-    for part in ("step 12", "nan", str(path), "train.matrix_lr", "since step 10"):
+    for part in (
+        "step 12",
+        "nan",
+        str(path),
+        "train.matrix_lr",
+        "train.piece_tokens",
+        "since step 10",
+    ):
         assert part in str(error)
     batches, about = read_batches(path)
     # Logged step 10 is the loader's step 9: its update made the weights of step 11.

@@ -195,6 +195,34 @@ def test_a_broken_loss_stops_with_its_batches_and_spares_the_checkpoint(
     assert read_tensors(folder.checkpoint_file)[1]["step"] == 5
 
 
+def test_a_high_loss_is_kept_out_of_checkpoints_until_it_falls_again(
+    tiny_data: Path, tmp_path: Path, runtime: Runtime
+) -> None:
+    sets = ["train.budget_steps=12", "model.num_layers=1", "train.checkpoint_seconds=0"]
+    folder = RunFolder(tmp_path)
+    recipe = load_recipe("baseline+cpu", sets)
+    trainer = make_trainer(recipe, load_data(tiny_data), folder, runtime)
+    seen: list[int] = []
+
+    class Unusual(Eager):
+        """Reads unusual text in steps 6 to 8."""
+
+        def end(self, *args: Any) -> Any:
+            return super().end(*args) * (4.0 if 5 <= trainer.position.step < 8 else 1.0)
+
+    trainer.runner = Unusual()
+    about: dict[int, int] = {}
+
+    def on_step(line: dict[str, Any]) -> None:
+        seen.append(line["step"])
+        if folder.checkpoint_file.exists():
+            about[line["step"]] = int(read_tensors(folder.checkpoint_file)[1]["step"])
+
+    assert trainer.run(on_step)
+    assert seen == list(range(1, 13))
+    assert [about[step] for step in (6, 7, 8, 9, 10)] == [5, 5, 5, 5, 9]
+
+
 def test_a_budget_of_operations_ends_a_run(
     tiny_data: Path, tmp_path: Path, runtime: Runtime
 ) -> None:

@@ -32,9 +32,8 @@ def test_the_analytic_count_is_the_counted_one(context: int) -> None:
     assert flops_per_token(spec, model.plan, context) == pytest.approx(3 * counted, rel=0.02)
 
 
-@pytest.mark.parametrize("mlp_dim", [2048, (*[1024] * 3, *[3072] * 4, *[512] * 4)])
-def test_repeated_visits_count(mlp_dim: int | tuple[int, ...]) -> None:
-    recipe = Recipe(model=ModelSpec(mlp_dim=mlp_dim), levers={"loop": {}})
+def test_repeated_visits_count() -> None:
+    recipe = Recipe(model=ModelSpec(), levers={"loop": {}})
     with torch.device("meta"):
         model = build_model(recipe)
     plans = {}

@@ -107,10 +107,10 @@ def recipe_show(
         observed = observe_forward(resolved)
         show_json(observed.as_dict()) if json else typer.echo(observed.to_text(recipe))
     elif json:
-        show_json({"hash": resolved.hash, **to_tree(resolved)})
+        show_json({"hash": resolved.hash, **to_tree(resolved, complete=True)})
     else:
         # Plain, so that the text stays TOML at any width.
-        typer.echo(f"# {recipe}, hash {resolved.hash}\n{to_toml(resolved)}")
+        typer.echo(f"# {recipe}, hash {resolved.hash}\n{to_toml(resolved, complete=True)}")
 
 
 @app.command(rich_help_panel=MAKE)

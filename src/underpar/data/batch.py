@@ -83,19 +83,19 @@ def segments_from_starts(
     assert 0 <= cuts[0] <= cuts[-1] < num_tokens
     lengths = np.diff(cuts, append=num_tokens)
     num_pieces = -(-lengths // context)
-    piece = _count_up(num_pieces)
+    piece = count_up(num_pieces)
     bounds = np.append(np.repeat(cuts, num_pieces) + piece * context, num_tokens)
     padding = -len(bounds) % max(1, cu_bucket)
     cu = np.pad(bounds, (0, padding), constant_values=num_tokens)
     return Segments(
         cu=torch.from_numpy(cu.astype(np.int32)),
         max_len=min(max(context, longest), num_tokens),
-        positions=torch.from_numpy(_count_up(np.diff(bounds))),
+        positions=torch.from_numpy(count_up(np.diff(bounds))),
         context=context,
     )
 
 
-def _count_up(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def count_up(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """0..c-1 for each count c, concatenated."""
     ends = np.cumsum(counts)
     return np.arange(ends[-1]) - np.repeat(ends - counts, counts)

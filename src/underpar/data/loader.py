@@ -57,7 +57,8 @@ class Loader:
     token s * (tokens of the plan) + (tokens of the plan before m) of the stream. The loader keeps
     no state between calls. So a rank only chooses which m it asks for, and a resumed run asks for
     the next step. A sequence is as long as the largest context of the plan; a shorter context cuts
-    the sequence further, a longer context changes nothing.
+    the sequence further, a longer context changes nothing. Documents of more than `piece_tokens`
+    (0: none) are cut into pieces that are shuffled.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Loader:
         seed: int,
         order: str = "documents",
         cu_bucket: int = CU_BUCKET,
+        piece_tokens: int = 0,
     ) -> None:
         if not plan:
             raise RecipeError("a step has 0 micro-batches, expected at least 1")
@@ -75,7 +77,7 @@ class Loader:
         self.longest = max(micro.context for micro in plan)
         self.cu_bucket = cu_bucket
         self._offsets = list(accumulate((micro.tokens for micro in plan), initial=0))
-        self._order = make_order(order, shard, seed, self.longest)
+        self._order = make_order(order, shard, seed, self.longest, piece_tokens)
 
     @property
     def num_micro_batches(self) -> int:

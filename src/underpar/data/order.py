@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from underpar.data.batch import count_up
 from underpar.data.shards import Shard
 from underpar.errors import DataError, RecipeError
 from underpar.seams import BOS_ID
@@ -67,12 +68,20 @@ class Order(ABC):
 
 
 class DocumentOrder(Order):
-    """Whole documents, shuffled."""
+    """Documents, shuffled; those of more than `piece_tokens` (0: none) are cut into pieces.
 
-    def __init__(self, shard: Shard, seed: int) -> None:
+    A table or a novel would else be read from its first to its last word, and the model would
+    forget the other documents meanwhile. Where no document is longer, the order is that of whole
+    documents. A lever that reads the previous token sees, at a cut, that of another piece.
+    """
+
+    def __init__(self, shard: Shard, seed: int, piece_tokens: int = 0) -> None:
         super().__init__(shard, seed, shard.num_tokens)
-        self._starts = shard.starts
-        self._lengths = np.diff(shard.starts, append=shard.num_tokens)
+        lengths = np.diff(shard.starts, append=shard.num_tokens)
+        size = piece_tokens or shard.num_tokens
+        num_pieces = -(-lengths // size)
+        self._starts = np.repeat(shard.starts, num_pieces) + size * count_up(num_pieces)
+        self._lengths = np.diff(self._starts, append=shard.num_tokens)
 
     def _shuffle(self, epoch: int) -> tuple[Ints, Ints]:
         order = np.argsort(self._random(epoch, len(self._starts)), kind="stable")
@@ -113,14 +122,16 @@ def _bounds(lengths: npt.NDArray[Any]) -> Ints:
     return np.append(0, np.cumsum(lengths))
 
 
-def make_order(name: str, shard: Shard, seed: int, window_tokens: int) -> Order:
-    """The order of that name; `window_tokens` is the length of a sequence."""
+def make_order(
+    name: str, shard: Shard, seed: int, window_tokens: int, piece_tokens: int = 0
+) -> Order:
+    """The order of that name: sequences of `window_tokens`, or documents cut at `piece_tokens`."""
     if not shard.num_tokens:
         raise DataError("the training shard is empty, build the data folder again")
     if seed < 0:
         raise RecipeError(f"seed is {seed}, expected 0 or more")
     if name == "documents":
-        return DocumentOrder(shard, seed)
+        return DocumentOrder(shard, seed, piece_tokens)
     if name == "sequences":
         return SequenceOrder(shard, seed, window_tokens)
     raise RecipeError(f"order is {name!r}, expected 'documents' or 'sequences'")

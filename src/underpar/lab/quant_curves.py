@@ -47,11 +47,10 @@ from underpar.lab.quant_table import (
 )
 from underpar.quant import tune
 from underpar.quant.allocate import sensitivities
-from underpar.quant.calibration import TrainingText
 from underpar.quant.files import Measured, read_measured
 from underpar.quant.schemes import QuantizedModel, dequantize
 from underpar.quant.solve import Solver
-from underpar.stages.calibrate import Trained, calibrate_run, read_trained
+from underpar.stages.calibrate import Trained, calibrate_run, read_trained, training_text
 from underpar.stages.train import make_validator
 
 # Sizes of a curve: the published widths of steps times one of these factors, in this order.
@@ -149,7 +148,7 @@ def open_case(
         solver=Solver(measured.calibration, costs, 1.0, runtime.device),
         model=model,
         teacher=teacher,
-        text=TrainingText(data, part.calibration_batches, part.calibration_batch_tokens),
+        text=training_text(trained.recipe, data, part.calibration_batches),
         tuning=tuning,
         validator=make_validator(trained.recipe, documents, runtime),
         runtime=runtime,

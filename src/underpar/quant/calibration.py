@@ -56,12 +56,16 @@ def require_training_split(data: DataFolder) -> None:
 
 @dataclass(frozen=True, eq=False)
 class TrainingText:
-    """Batches of the training split of a data folder, in an order of `seed`."""
+    """Batches of the training split of a data folder, in an order of `seed`.
+
+    Documents of more than `piece_tokens` (0: none) are read in pieces, as in training.
+    """
 
     data: DataFolder
     num_batches: int = 16
     batch_tokens: int = 65_536
     seed: int = SEED
+    piece_tokens: int = 0
 
     def __post_init__(self) -> None:
         require_training_split(self.data)
@@ -69,7 +73,8 @@ class TrainingText:
 
     def batches(self, context: int, runtime: Runtime) -> Iterator[Batch]:
         """This rank's share, cut at document starts and at `context`."""
-        loader = Loader(self.data.train, [MicroBatch(self.batch_tokens, context)], self.seed)
+        plan = [MicroBatch(self.batch_tokens, context)]
+        loader = Loader(self.data.train, plan, self.seed, piece_tokens=self.piece_tokens)
         share = range(runtime.rank, self.num_batches, runtime.world)
         return prefetch(loader, ((i, 0) for i in share), runtime.device.type == "cuda")
 

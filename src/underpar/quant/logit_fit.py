@@ -28,7 +28,7 @@ from underpar.model.gpt import GPT
 from underpar.model.network import ROWS, as_scored, products
 from underpar.quant.calibration import hidden_of, require_training_split
 from underpar.schema import TrainPart
-from underpar.train.step import step_of
+from underpar.train.step import open_loader
 
 # Steps of Newton's method.
 NUM_STEPS = 3
@@ -79,7 +79,7 @@ class UnreadText:
 
     @property
     def _loader(self) -> Loader:
-        return Loader(self.data.train, step_of(self.part), self.part.seed, self.part.order)
+        return open_loader(self.data.train, self.part)
 
 
 @runtime_checkable

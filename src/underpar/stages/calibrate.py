@@ -27,7 +27,6 @@ from underpar.quant.calibration import SelfGenerated, Text, TrainingText, collec
 from underpar.quant.files import Measured, save_measured
 from underpar.quant.rules import match_rules
 from underpar.recipe import Recipe
-from underpar.schema import QuantPart
 from underpar.train.evidence import environment
 
 # The most tokens of a lane in which the model writes its own calibration text.
@@ -91,7 +90,7 @@ def measure(trained: Trained, data: DataFolder, runtime: Runtime, source: str = 
     source = source or part.calibration
     model = load_model(trained.recipe, trained.weights).to(runtime.device)
     batches = (part.calibration_batches, min(part.fisher_batches, part.calibration_batches))
-    whole, few = (_text(source, part, data, model, number) for number in batches)
+    whole, few = (_text(source, trained.recipe, data, model, number) for number in batches)
     calibration = collect(model, whole, runtime)
     gradients = fisher.measure(model, few, runtime)
     runtime.synchronize()
@@ -116,9 +115,9 @@ def require_own_data(folder: RunFolder, data: DataFolder, runtime: Runtime) -> N
         )
 
 
-def _text(source: str, part: QuantPart, data: DataFolder, model: GPT, num_batches: int) -> Text:
+def _text(source: str, recipe: Recipe, data: DataFolder, model: GPT, num_batches: int) -> Text:
     if source == "train":
-        return TrainingText(data, num_batches, part.calibration_batch_tokens)
+        return training_text(recipe, data, num_batches)
     if source != "self":
         raise RecipeError(f"calibration text {source!r}: expected 'train' or 'self'")
     device = next(model.parameters()).device
@@ -126,9 +125,15 @@ def _text(source: str, part: QuantPart, data: DataFolder, model: GPT, num_batche
     return SelfGenerated(
         Predictor(model, device, []).stepper,
         num_batches,
-        num_lanes=max(1, part.calibration_batch_tokens // lane_tokens),
+        num_lanes=max(1, recipe.quant.calibration_batch_tokens // lane_tokens),
         lane_tokens=lane_tokens,
     )
+
+
+def training_text(recipe: Recipe, data: DataFolder, num_batches: int) -> TrainingText:
+    """Batches of training text as the recipe's calibration reads them."""
+    batch_tokens, piece_tokens = recipe.quant.calibration_batch_tokens, recipe.train.piece_tokens
+    return TrainingText(data, num_batches, batch_tokens, piece_tokens=piece_tokens)
 
 
 def calibrate(folder: RunFolder, data: Path, runtime: Runtime, source: str = "") -> dict[str, Any]:

@@ -46,7 +46,6 @@ from underpar.data.folder import DataFolder, load_data
 from underpar.data.tokens.tokenizer import open_tokenizer, read_model
 from underpar.errors import ArtifactError, DataError, RecipeError, RunError
 from underpar.quant import tune
-from underpar.quant.calibration import TrainingText
 from underpar.quant.files import Measured, read_measured, read_quantized, save_quantized
 from underpar.quant.job import QuantJob, open_job
 from underpar.quant.logit_fit import LogitFit, LogitLever, Numbers, UnreadText, fit_logits
@@ -61,6 +60,7 @@ from underpar.stages.calibrate import (
     needs_calibration,
     read_trained,
     require_own_data,
+    training_text,
 )
 from underpar.submit.bundle import bundle
 from underpar.submit.script import write_script
@@ -296,7 +296,7 @@ def tune_controls(
         load_model(job.recipe, weights).to(runtime.device)
         for weights in (rounded, job.trained.weights)
     )
-    text = TrainingText(data, part.calibration_batches, part.calibration_batch_tokens)
+    text = training_text(job.recipe, data, part.calibration_batches)
     settings = tune.Settings(part.tune_steps, part.tune_lr)
     tuned = tune.tune_halves(tensors, student, teacher, text, runtime, settings)
     # LZMA compresses all fp16 tensors together: other values may take a few bytes more.

@@ -28,7 +28,6 @@ from underpar.core.runtime import (
 )
 from underpar.core.versions import device_name, versions
 from underpar.data.folder import DataFolder, data_identity, data_sha256, load_data
-from underpar.data.loader import Loader
 from underpar.data.shards import Shard
 from underpar.data.tokens.tokenizer import Tokenizer
 from underpar.errors import RecipeError, RunError
@@ -45,7 +44,7 @@ from underpar.train.guard import Reference, read_reference
 from underpar.train.loop import Trainer
 from underpar.train.loss_forecast import Forecast
 from underpar.train.schedule import progress as progress_of
-from underpar.train.step import step_of
+from underpar.train.step import open_loader
 from underpar.train.validate import Validator
 
 # Outputs of a block's matrices that training keeps for the way back.
@@ -165,7 +164,7 @@ def make_trainer(
     size = SizeForecast(recipe, shapes, data.tokenizer.content, lambda: len(bundle(recipe)))
     return Trainer(
         model=model,
-        loader=Loader(data.train, step_of(part), part.seed, part.order),
+        loader=open_loader(data.train, part),
         part=part,
         runtime=runtime,
         folder=folder,
@@ -268,10 +267,9 @@ def require_memory(
     """
     part, spec = recipe.train, recipe.model
     num_tokens = max(part.micro_sizes or (part.micro_batch_tokens,))
-    saved = (f"blocks.{i}.{name}.weight" for i in range(spec.num_layers) for name in SAVED_OUTPUTS)
-    width = sum(shapes[name][0] for name in saved) + 2 * spec.num_layers * spec.dim
+    width = sum(shapes[f"blocks.0.{name}.weight"][0] for name in SAVED_OUTPUTS) + 2 * spec.dim
     weights_bytes = 12 * sum(math.prod(shape) for shape in shapes.values())
-    least = weights_bytes + 2 * num_tokens * width
+    least = weights_bytes + 2 * num_tokens * spec.num_layers * width
     if least > free_bytes:
         raise RecipeError(
             f"train.micro_batch_tokens = {num_tokens}: a step needs at least {least / 1e9:.1f} GB, "

@@ -24,6 +24,9 @@ WINDOW_LOSSES = 50
 FEWEST_LOSSES = 10
 # No rise counts as a break up to this step: the loss falls by nats, and rises by nats in step 2.
 SETTLED_STEP = 100
+# A rise is a break if so many losses in a row are that high. Text of another kind, such as a table
+# between novels, raises the loss for some steps too; a model that learns comes down again.
+RISEN_LOSSES = 25
 
 # Two runs are compared over the last WINDOW_SHARE of progress, from FIRST_SHARE of the run on, if
 # each has at least FEWEST_POINTS losses there.
@@ -45,29 +48,40 @@ class Guard:
         # step 2 of up to 1.44 ln V (9.0 to 12.9 nats, PR 2014).
         self.ceiling = 2 * math.log(vocab_size)
         self.healthy_step = 0
+        self.num_high = 0
+        """How many losses in a row were too high, up to the last one."""
+        self._first_high = self._last_high = 0
         self._recent: deque[float] = deque(maxlen=WINDOW_LOSSES)
 
     def check(self, step: int, loss: float) -> str | None:
         """Why the loss of this step should end the run; None if training may go on.
 
         The loop asks twice about some steps: before it logs the step, and before it saves a
-        checkpoint. The second answer for a healthy step is None as well.
+        checkpoint. Each step counts once.
         """
         if step == self.healthy_step:
             return None
-        reason = self._reason(step, loss)
+        reason = self._reason(loss) if step > SETTLED_STEP else self._above_ceiling(loss)
         if reason is None:
             self._recent.append(loss)
-            self.healthy_step = step
-        return reason
+            self.healthy_step, self.num_high = step, 0
+            return None
+        self._first_high = self._first_high if self.num_high else step
+        self.num_high += step != self._last_high
+        self._last_high = step
+        if not math.isfinite(loss):
+            return reason
+        if self.num_high < RISEN_LOSSES:
+            return None
+        return f"{reason}, and {self.num_high} losses in a row were so high"
 
     def suspects(self, step: int) -> range:
         """The loader's steps whose batches may have broken the loss of `step`.
 
         The loss of a step is computed before its update, so the update of the last healthy step
-        may be the cause.
+        may be the cause. Of a rise, the first step counts.
         """
-        return range(max(0, self.healthy_step - 1), step)
+        return range(max(0, self.healthy_step - 1), self._first_high or step)
 
     def save_failure(
         self, path: Path, loader: Loader, step: int, reason: str, context: int | None = None
@@ -79,21 +93,23 @@ class Guard:
         save_batches(path, batches, {"step": step, "reason": reason})
         return RunError(
             f"stopped at step {step}: {reason}; batches since step {max(1, self.healthy_step)} are "
-            f"in {path} (see underpar.train.guard.read_batches); try a lower train.matrix_lr in "
-            "another --out"
+            f"in {path} (see underpar.train.guard.read_batches); in another --out, try a lower "
+            "train.matrix_lr, or a smaller train.piece_tokens if the text changes there (a long "
+            "document is read in pieces of so many tokens)"
         )
 
-    def _reason(self, step: int, loss: float) -> str | None:
+    def _above_ceiling(self, loss: float) -> str | None:
         if not math.isfinite(loss):
             return f"the loss is {loss}"
         if loss > self.ceiling:
             return f"the loss is {loss:.2f} nats, above 2 ln V = {self.ceiling:.2f}"
-        if step <= SETTLED_STEP or len(self._recent) < FEWEST_LOSSES:
-            return None
-        usual = median(self._recent)
-        if loss > usual + self.explosion:
-            return f"the loss rose from {usual:.2f} to {loss:.2f} nats"
         return None
+
+    def _reason(self, loss: float) -> str | None:
+        usual = median(self._recent) if len(self._recent) >= FEWEST_LOSSES else math.inf
+        if self.explosion + usual < loss < math.inf:
+            return f"the loss rose from {usual:.2f} to {loss:.2f} nats"
+        return self._above_ceiling(loss)
 
 
 def save_batches(path: Path, batches: Batches, about: Mapping[str, object]) -> None:

@@ -139,11 +139,16 @@ class Trainer:
                         stop = bool(on_step and on_step(line))
                     # Once in a while: save everything a resumed run needs.
                     if time.perf_counter() - saved_at >= part.checkpoint_seconds:
-                        self._checkpoint(loss)
-                        saved_at = time.perf_counter()
+                        self._stop_if_broken(loss)
+                        # While a high loss may turn out to be a broken one, the last one is kept.
+                        if not self.guard.num_high:
+                            self._checkpoint()
+                            saved_at = time.perf_counter()
 
         with may_fail(runtime):
-            self._checkpoint(loss)
+            if loss is not None:
+                self._stop_if_broken(loss)
+            self._checkpoint()
             if p >= 1:
                 self._save_weights()
         # No rank goes on before all is written.
@@ -305,18 +310,18 @@ class Trainer:
 
     def _stop_if_broken(self, loss: torch.Tensor) -> None:
         """End a run whose last loss broke, before a checkpoint of it is written."""
+        if not self.runtime.is_main:
+            return
         step = self.position.step
         reason = self.guard.check(step, float(loss))
         if reason is not None:
             path, context = self.folder.path / "broken.safetensors", self.position.context or None
             raise self.guard.save_failure(path, self.loader, step, reason, context)
 
-    def _checkpoint(self, loss: torch.Tensor | None) -> None:
-        """Write everything a resumed run needs, atomically; `loss` is that of the last step."""
+    def _checkpoint(self) -> None:
+        """Write everything a resumed run needs, atomically."""
         if not self.runtime.is_main:
             return
-        if loss is not None:
-            self._stop_if_broken(loss)
         parts = self.parts()
         with self.meter.clock.phase("checkpoint"):
             self.evidence.add_checkpoint(self.position, parts)

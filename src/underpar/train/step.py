@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from underpar.core.dist import sum_over_ranks
 from underpar.core.runtime import Runtime
 from underpar.data.batch import Batch
-from underpar.data.loader import MicroBatch, make_step
+from underpar.data.loader import Loader, MicroBatch, make_step
+from underpar.data.shards import Shard
 from underpar.kernels.capped import capped_cross_entropy
 from underpar.model.kv_cache import PackedCache
 from underpar.model.network import EAGER, Eager, Network, products
@@ -26,6 +27,12 @@ def step_of(part: TrainPart) -> list[MicroBatch]:
     return make_step(
         part.num_micro_batches, part.micro_sizes or (part.micro_batch_tokens,), contexts
     )
+
+
+def open_loader(shard: Shard, part: TrainPart) -> Loader:
+    """The batches of a run."""
+    plan = step_of(part)
+    return Loader(shard, plan, part.seed, part.order, piece_tokens=part.piece_tokens)
 
 
 def mean_loss(network: Network, batch: Batch, run: Eager = EAGER) -> Tensor:
