@@ -69,6 +69,12 @@ def test_the_hash_names_the_content() -> None:
         ("train.adam_betas=[0.9]", ("adam_betas", "2 values")),
         ("train.clip=inf", ("train.clip", "finite")),
         ("model.num_layers=1000", ("num_layers", "256")),
+        ("model.mlp_dim=[64, 96]", ("mlp_dim", "2 widths", "num_layers = 4", "each")),
+        ("model.mlp_dim=[]", ("mlp_dim", "0 widths")),
+        ("model.mlp_dim=[64, 96, 0, 64]", ("mlp_dim = 0", "1 to 65536")),
+        ("model.mlp_dim=[64, 96, 1.5, 64]", ("mlp_dim = 1.5", "int")),
+        ("model.mlp_dim=[[64], 96, 64, 64]", ("mlp_dim = [64]", "int")),
+        ("model.mlp_dim=wide", ("mlp_dim = 'wide'", "int")),
         ("levers.ema=3", ("levers.ema", "3")),
         ("model=3", ("model", "table")),
         ("nonsense", ("nonsense", "section.key=value")),
@@ -123,6 +129,17 @@ def test_override_values_are_toml() -> None:
     assert parse_override("a.b=[1, 2]") == {"a": {"b": [1, 2]}}
     assert parse_override("a.b='x'") == {"a": {"b": "x"}}
     assert parse_override("a.b=x y") == {"a": {"b": "x y"}}
+
+
+def test_widths_by_layer_survive_toml_and_one_width_keeps_its_hash(tmp_path: Path) -> None:
+    widths = load_recipe("demo", ["model.mlp_dim=[64, 96, 128, 64]"])
+    assert widths.model.mlp_dims == (64, 96, 128, 64)
+    path = tmp_path / "again.toml"
+    path.write_text(to_toml(widths))
+    assert load_recipe(str(path)).hash == widths.hash
+    plain = load_recipe("demo", ["model.mlp_dim=64"])
+    assert plain.model.mlp_dims == (64,) * plain.model.num_layers
+    assert plain.hash != load_recipe("demo", ["model.mlp_dim=[64, 64, 64, 64]"]).hash
 
 
 def test_defaults_are_a_valid_recipe() -> None:

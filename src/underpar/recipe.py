@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 from underpar.errors import RecipeError
@@ -206,6 +207,11 @@ def fields_from(kind: type, table: Mapping[str, Any], where: str) -> Tree:
 
 
 def _typed(hint: Any, value: Any, where: str) -> Any:
+    if isinstance(hint, UnionType):
+        # One value or a list of them.
+        is_list = isinstance(value, list | tuple)
+        kinds = typing.get_args(hint)
+        hint = next(kind for kind in kinds if (typing.get_origin(kind) is tuple) == is_list)
     if typing.get_origin(hint) is tuple:
         require(isinstance(value, list | tuple), f"{where} = {value!r}: expected a list")
         items = typing.get_args(hint)

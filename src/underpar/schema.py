@@ -55,14 +55,18 @@ LARGEST = {
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Shapes and constants of the transformer."""
+    """Shapes and constants of the transformer.
+
+    `mlp_dim` is the width of every MLP, or a list with one width per layer (PR 2137 moves width to
+    looped layers, for at most 0.2 mBPB). A layer has the same width in every visit.
+    """
 
     vocab_size: int = 8192
     num_layers: int = 11
     dim: int = 512
     num_heads: int = 8
     num_kv_heads: int = 4
-    mlp_dim: int = 2048
+    mlp_dim: int | tuple[int, ...] = 2048
     rope_base: float = 10_000.0
     softcap: float = 30.0
     context: int = 2048
@@ -71,7 +75,13 @@ class ModelSpec:
     def __post_init__(self) -> None:
         for name, largest in LARGEST.items():
             value = getattr(self, name)
-            require(0 < value <= largest, f"model.{name} = {value}: expected 1 to {largest}")
+            for size in value if isinstance(value, tuple) else (value,):
+                require(0 < size <= largest, f"model.{name} = {size}: expected 1 to {largest}")
+        require(
+            len(self.mlp_dims) == self.num_layers,
+            f"model.mlp_dim names {len(self.mlp_dims)} widths, model.num_layers = "
+            f"{self.num_layers}: name one width for all layers or one for each",
+        )
         require(
             self.dim % self.num_heads == 0 and self.num_heads % self.num_kv_heads == 0,
             f"model.dim = {self.dim}, num_heads = {self.num_heads}, num_kv_heads = "
@@ -90,6 +100,13 @@ class ModelSpec:
     def head_dim(self) -> int:
         """Channels of one head."""
         return self.dim // self.num_heads
+
+    @property
+    def mlp_dims(self) -> tuple[int, ...]:
+        """The width of each layer's MLP."""
+        if isinstance(self.mlp_dim, tuple):
+            return self.mlp_dim
+        return (self.mlp_dim,) * self.num_layers
 
 
 def parse_points(points: tuple[str, ...], where: str) -> tuple[tuple[float, float], ...]:

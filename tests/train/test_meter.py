@@ -32,8 +32,9 @@ def test_the_analytic_count_is_the_counted_one(context: int) -> None:
     assert flops_per_token(spec, model.plan, context) == pytest.approx(3 * counted, rel=0.02)
 
 
-def test_repeated_visits_count() -> None:
-    recipe = Recipe(model=ModelSpec(), levers={"loop": {}})
+@pytest.mark.parametrize("mlp_dim", [2048, (*[1024] * 3, *[3072] * 4, *[512] * 4)])
+def test_repeated_visits_count(mlp_dim: int | tuple[int, ...]) -> None:
+    recipe = Recipe(model=ModelSpec(mlp_dim=mlp_dim), levers={"loop": {}})
     with torch.device("meta"):
         model = build_model(recipe)
     plans = {}

@@ -234,8 +234,8 @@ class MLP(nn.Module):
         super().__init__()
         self.layer = layer
         self.hooks = hooks
-        self.up = nn.Linear(spec.dim, spec.mlp_dim, bias=False)
-        self.down = nn.Linear(spec.mlp_dim, spec.dim, bias=False)
+        self.up = nn.Linear(spec.dim, spec.mlp_dims[layer], bias=False)
+        self.down = nn.Linear(spec.mlp_dims[layer], spec.dim, bias=False)
 
     def forward(self, x: Tensor, visit: Visit) -> Tensor:
         """x (N, dim), already normed -> (N, dim)."""

@@ -267,9 +267,10 @@ def require_memory(
     """
     part, spec = recipe.train, recipe.model
     num_tokens = max(part.micro_sizes or (part.micro_batch_tokens,))
-    width = sum(shapes[f"blocks.0.{name}.weight"][0] for name in SAVED_OUTPUTS) + 2 * spec.dim
+    saved = (f"blocks.{i}.{name}.weight" for i in range(spec.num_layers) for name in SAVED_OUTPUTS)
+    width = sum(shapes[name][0] for name in saved) + 2 * spec.num_layers * spec.dim
     weights_bytes = 12 * sum(math.prod(shape) for shape in shapes.values())
-    least = weights_bytes + 2 * num_tokens * spec.num_layers * width
+    least = weights_bytes + 2 * num_tokens * width
     if least > free_bytes:
         raise RecipeError(
             f"train.micro_batch_tokens = {num_tokens}: a step needs at least {least / 1e9:.1f} GB, "

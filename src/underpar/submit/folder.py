@@ -124,9 +124,10 @@ def _counted(tree: Mapping[str, Any]) -> str:
 
 def _method(tree: Mapping[str, Any], recipe: Recipe) -> str:
     spec = recipe.model
+    widths = ", ".join(str(width) for width in dict.fromkeys(spec.mlp_dims))
     lines = [
         f"{spec.num_layers} layers, width {spec.dim}, {spec.num_heads} heads and "
-        f"{spec.num_kv_heads} of keys and values, MLP {spec.mlp_dim}, {spec.vocab_size} tokens, "
+        f"{spec.num_kv_heads} of keys and values, MLP {widths}, {spec.vocab_size} tokens, "
         f"context {spec.context}. Quantization rules, the first match counts: "
         + ", ".join(f"`{rule}`" for rule in recipe.quant.rules)
         + f". The score is `{tree['score_method']}`.",

@@ -43,10 +43,11 @@ def flops_per_token(spec: ModelSpec, plan: Sequence[Visit], context: float) -> f
     operations and the attention windows of levers are left out.
     """
     kv_dim = spec.num_kv_heads * spec.head_dim
-    weights = 2 * spec.dim * spec.dim + 2 * spec.dim * kv_dim + 2 * spec.dim * spec.mlp_dim
-    num_keys = (context + 1) / 2
-    visit = 2 * weights + 4 * spec.dim * num_keys
-    return 3 * (len(plan) * visit + 2 * spec.dim * spec.vocab_size)
+    mlp_dims = sum(spec.mlp_dims[visit.layer] for visit in plan)
+    weights = len(plan) * (2 * spec.dim * spec.dim + 2 * spec.dim * kv_dim)
+    weights += 2 * spec.dim * mlp_dims
+    num_keys = len(plan) * (context + 1) / 2
+    return 3 * (2 * weights + 4 * spec.dim * num_keys + 2 * spec.dim * spec.vocab_size)
 
 
 def peak_of(name: str) -> float | None:

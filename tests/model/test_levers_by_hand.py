@@ -1,0 +1,127 @@
+"""Levers against a forward pass written out by hand: one document, no cache, no hooks."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lever_stacks import randomized
+from underpar.data.batch import segments_from_starts
+from underpar.model.gpt import GPT
+from underpar.model.kv_cache import PackedCache
+from underpar.recipe import load_recipe
+
+SIZES = ["model.num_layers=4", "model.dim=64", "model.num_heads=4", "model.context=64"]
+TOKENS = torch.randint(4, 500, (24,), generator=torch.Generator().manual_seed(2))
+
+
+def model_with(*levers: str) -> GPT:
+    return randomized(
+        load_recipe("cpu", [*SIZES, *(f"levers.{lever}" for lever in levers)])
+    ).double()
+
+
+def rms(x: Tensor) -> Tensor:
+    """x with a mean square of 1 over the last axis."""
+    return x / (x.square().mean(-1, keepdim=True) + torch.finfo(x.dtype).eps).sqrt()
+
+
+def rope(x: Tensor) -> Tensor:
+    """x (T, heads, D): channel j turns with channel j + D / 2."""
+    half = x.size(-1) // 2
+    out = torch.empty_like(x)
+    for t in range(len(x)):
+        for j in range(half):
+            angle = torch.tensor(t * 10_000.0 ** (-j / half), dtype=torch.float64)
+            a, b = x[t, :, j], x[t, :, j + half]
+            out[t, :, j] = a * angle.cos() + b * angle.sin()
+            out[t, :, j + half] = b * angle.cos() - a * angle.sin()
+    return out
+
+
+def softmax_map(q: Tensor, k: Tensor) -> Tensor:
+    """Causal attention weights (T, T) of one head's q and k (T, D)."""
+    scores = q @ k.T / q.size(-1) ** 0.5
+    hidden = torch.ones_like(scores).triu(1).bool()
+    return scores.masked_fill(hidden, -torch.inf).softmax(-1)
+
+
+def plain_heads(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+    """Each head's output; H / K query heads read one key head."""
+    group = q.size(1) // k.size(1)
+    heads = range(q.size(1))
+    return torch.stack(
+        [softmax_map(q[:, h], k[:, h // group]) @ v[:, h // group] for h in heads], dim=1
+    )
+
+
+def by_hand(
+    model: GPT,
+    order: list[int],
+    change_v: Callable[[int, Tensor, Tensor], Tensor] = lambda visit, v, first: v,
+    heads: Callable[[Tensor, Tensor, Tensor, int], Tensor] = plain_heads,
+    product: Callable[[str, int, Tensor, Tensor], Tensor] = lambda site, visit, y, x: y,
+) -> Tensor:
+    """Logits (T, V); the arguments say what a lever changes."""
+    x = rms(model.embedding.weight[TOKENS])
+    first_v: Any = None
+    for visit, layer in enumerate(order):
+        block = model.blocks[layer]
+        n = rms(x)
+        q, k, v = (
+            product(site, visit, n @ getattr(block.attn, site).weight.T, n).unflatten(
+                -1, (-1, block.attn.head_dim)
+            )
+            for site in "qkv"
+        )
+        first_v = v if first_v is None else first_v
+        y = heads(rope(rms(q)), rope(rms(k)), change_v(visit, v, first_v), layer)
+        x = x + block.attn_scale * product("o", visit, y.flatten(1) @ block.attn.o.weight.T, n)
+        n = rms(x)
+        h = F.relu(n @ block.mlp.up.weight.T).square()
+        x = x + block.mlp_scale * product("mlp", visit, h @ block.mlp.down.weight.T, n)
+    return 30.0 * torch.tanh(rms(x) @ model.embedding.weight.T / 30.0)
+
+
+def assert_equal(model: GPT, expected: Tensor) -> None:
+    segments = segments_from_starts(torch.zeros(1).long().numpy(), len(TOKENS), 64)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            model(TOKENS, PackedCache(segments)).double(), expected, rtol=1e-4, atol=1e-4
+        )
+        # The lever does something.
+        assert not torch.allclose(expected, by_hand(model, list(range(4))), atol=1e-2)
+
+
+def test_the_plain_network() -> None:
+    model = model_with()
+    segments = segments_from_starts(torch.zeros(1).long().numpy(), len(TOKENS), 64)
+    with torch.no_grad():
+        logits = model(TOKENS, PackedCache(segments)).double()
+        torch.testing.assert_close(logits, by_hand(model, [0, 1, 2, 3]), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("blend", [0.5, 1.0])
+def test_value_residual_blends_half_and_half(blend: float) -> None:
+    model = model_with(f"value_residual.blend={blend}")
+    assert list(model.levers.value_residual.parameters()) == []
+
+    def change_v(visit: int, v: Tensor, first: Tensor) -> Tensor:
+        return (1 - blend) * v + blend * first
+
+    with torch.no_grad():
+        assert_equal(model, by_hand(model, [0, 1, 2, 3], change_v))
+
+
+def test_value_residual_adds_a_learned_share() -> None:
+    model = model_with("value_residual=true")
+    alpha = model.levers.value_residual.alpha
+
+    def change_v(visit: int, v: Tensor, first: Tensor) -> Tensor:
+        return v + torch.sigmoid(alpha[visit]) * first if visit else v
+
+    with torch.no_grad():
+        assert_equal(model, by_hand(model, [0, 1, 2, 3], change_v))
