@@ -123,7 +123,7 @@ def lengths_matter(artifact: Artifact, case: Case) -> int:
 
 def hints_matter(artifact: Artifact, case: Case) -> int:
     score, _ = run(artifact, case)
-    mixture, rng = mixture_of(score, RECIPE), np.random.default_rng(0)
+    mixture, rng = mixture_of(score, artifact), np.random.default_rng(0)
     return own_targets_matter(mixture, SHARD.tokens[1:], VOCAB, rng)
 
 

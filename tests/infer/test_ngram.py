@@ -10,22 +10,44 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from underpar.build.levers import find_lever
-from underpar.errors import RecipeError
+from underpar.errors import RecipeError, RuleError
 from underpar.infer import ngram, scans
 from underpar.infer.experts import Proposals
-from underpar.infer.ngram import CountExpert, Gate, MatchExpert, table_bits
+from underpar.infer.ngram import CountExpert, Gate, MatchExpert, WordExpert, table_bits
+from underpar.infer.panel import Panel
 from underpar.infer.strengths import Steady
+from underpar.infer.tilt import Mixture
 from underpar.recipe import ModelSpec
 
 STRENGTH = Steady(1.0)
 PUBLISHED = Gate(min_count=1, min_confidence=0.8, prior=0.0)
 BACK_OFF = Gate(min_count=2, min_confidence=0.3, prior=1.0)
 
+# A third of all tokens start a word, and token 0 stands outside of words, as BOS does.
+PIECES = [b"", *(b" a" if token % 3 == 1 else b"a" for token in range(1, 1000))]
+OFTEN = Gate(min_count=1, min_confidence=0.25, prior=0.0)
+
+
+def of_words(num_words: int, plain: bool, nats: float = 1.0) -> WordExpert:
+    expert = WordExpert(num_words, OFTEN, Steady(nats), plain)
+    expert.read_pieces(PIECES)
+    return expert
+
+
+def panel(plain: bool, bonus: float = 0.5) -> Panel:
+    gates = {2: Gate(2, 0.7, 0.0), 3: Gate(1, 0.6, 0.0)}
+    tokens = CountExpert((2, 3), gates, Steady(1.0, by_confidence=True), plain)
+    return Panel([tokens, of_words(0, plain, 0.55), of_words(2, plain, 0.5)], 1.0, bonus)
+
+
 EXPERTS: dict[str, Callable[[bool], Any]] = {
     "tilt": lambda plain: CountExpert((15,), PUBLISHED, STRENGTH, plain),
     "short": lambda plain: CountExpert((2,), PUBLISHED, STRENGTH, plain),
     "counts": lambda plain: CountExpert((1, 2, 3, 4, 5), BACK_OFF, STRENGTH, plain),
     "match": lambda plain: MatchExpert((3, 8, 16), STRENGTH, plain),
+    "word": lambda plain: of_words(0, plain),
+    "start": lambda plain: of_words(2, plain),
+    "panel": panel,
 }
 
 
@@ -61,38 +83,37 @@ def assert_same(ours: list[Proposals], theirs: list[Proposals]) -> None:
         np.testing.assert_array_equal(a.confidence, b.confidence)
 
 
-class CountsByHand:
+class TableByHand:
     """The two tables as published: a count of every pair, replaced best when it is beaten."""
 
-    def __init__(self, lengths: tuple[int, ...], gate: Gate) -> None:
-        self.lengths, self.gate = sorted(lengths, reverse=True), gate
+    def __init__(self) -> None:
         self.totals: Counter[Any] = Counter()
         self.pairs: Counter[Any] = Counter()
         self.best: dict[Any, int] = {}
-        self.histories: dict[int, list[int]] = defaultdict(list)
 
-    def contexts(self, history: int) -> list[tuple[int, ...]]:
-        past = self.histories[history]
-        return [tuple(past[-n:]) for n in self.lengths if len(past) >= n]
+    def ask(self, context: Any, gate: Gate) -> tuple[int, float]:
+        if self.totals[context] < max(gate.min_count, 1):
+            return -1, 0.0
+        best = self.best[context]
+        share = self.pairs[context, best] / (self.totals[context] + gate.prior)
+        return (best, share) if share >= gate.min_confidence else (-1, 0.0)
+
+    def count(self, context: Any, token: int) -> None:
+        self.totals[context] += 1
+        self.pairs[context, token] += 1
+        best = self.best.setdefault(context, token)
+        if self.pairs[context, token] > self.pairs[context, best]:
+            self.best[context] = token
+
+
+class ByHand:
+    """An expert of lists and dictionaries."""
 
     def look(self, history: int) -> tuple[int, float]:
-        for context in self.contexts(history):
-            if self.totals[context] < max(self.gate.min_count, 1):
-                continue
-            best = self.best[context]
-            share = self.pairs[context, best] / (self.totals[context] + self.gate.prior)
-            if share >= self.gate.min_confidence:
-                return best, share
-        return -1, 0.0
+        raise NotImplementedError
 
     def learn(self, history: int, token: int) -> None:
-        for context in self.contexts(history):
-            self.totals[context] += 1
-            self.pairs[context, token] += 1
-            best = self.best.setdefault(context, token)
-            if self.pairs[context, token] > self.pairs[context, best]:
-                self.best[context] = token
-        self.histories[history].append(token)
+        raise NotImplementedError
 
     def propose(self, history: int, tokens: np.ndarray) -> Proposals:
         said = []
@@ -101,6 +122,64 @@ class CountsByHand:
             self.learn(history, token)
         hints, shares = zip(*said, strict=True) if said else ((), ())
         return Proposals(np.array(hints, np.int64), np.array(shares, np.float32))
+
+
+class CountsByHand(ByHand):
+    """The longest context of the history whose gate opens."""
+
+    def __init__(self, lengths: tuple[int, ...], gate: Gate | dict[int, Gate]) -> None:
+        self.lengths, self.gate = sorted(lengths, reverse=True), gate
+        self.table = TableByHand()
+        self.histories: dict[int, list[int]] = defaultdict(list)
+
+    def contexts(self, history: int) -> list[tuple[int, ...]]:
+        past = self.histories[history]
+        return [tuple(past[-n:]) for n in self.lengths if len(past) >= n]
+
+    def look(self, history: int) -> tuple[int, float]:
+        for context in self.contexts(history):
+            gate = self.gate if isinstance(self.gate, Gate) else self.gate[len(context)]
+            token, share = self.table.ask(context, gate)
+            if token >= 0:
+                return token, share
+        return -1, 0.0
+
+    def learn(self, history: int, token: int) -> None:
+        for context in self.contexts(history):
+            self.table.count(context, token)
+        self.histories[history].append(token)
+
+
+class WordsByHand(ByHand):
+    """Words as lists of tokens: all closed ones, and the open one at the end (it may be empty)."""
+
+    def __init__(self, num_words: int) -> None:
+        self.num_words = num_words
+        self.table = TableByHand()
+        self.words: dict[int, list[list[int]]] = defaultdict(lambda: [[]])
+
+    def context(self, history: int) -> Any:
+        *closed, word = self.words[history]
+        if self.num_words == 0:
+            return tuple(word) or None
+        last = tuple(map(tuple, closed[-self.num_words :]))
+        return last if len(last) == self.num_words else None
+
+    def look(self, history: int) -> tuple[int, float]:
+        context = self.context(history)
+        return self.table.ask(context, OFTEN) if context else (-1, 0.0)
+
+    def learn(self, history: int, token: int) -> None:
+        piece, words = PIECES[token], self.words[history]
+        continues = piece and not piece.startswith(b" ")
+        if not self.num_words and continues and (context := self.context(history)):
+            self.table.count(context, token)
+        if not continues and words[-1]:
+            words.append([])
+        if piece.startswith(b" ") and self.num_words and (context := self.context(history)):
+            self.table.count(context, token)
+        if piece:
+            words[-1].append(token)
 
 
 @settings(deadline=None, max_examples=40)
@@ -126,6 +205,90 @@ def test_counts_over_a_long_stream_are_those_made_by_hand() -> None:
         ours = run(CountExpert(lengths, gate, STRENGTH), [(0, tokens)])
         assert_same(ours, [CountsByHand(lengths, gate).propose(0, tokens)])
         assert 0 < np.mean(ours[0].hints >= 0) < 1
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    tokens=st.lists(st.integers(0, 5), max_size=200),
+    num_words=st.integers(0, 3),
+    num_histories=st.integers(1, 3),
+    plain=st.booleans(),
+)
+def test_words_are_those_read_by_hand(
+    tokens: list[int], num_words: int, num_histories: int, plain: bool
+) -> None:
+    turns = turns_of(np.array(tokens, np.int64), num_histories, 5)
+    by_hand = WordsByHand(num_words)
+    theirs = [by_hand.propose(history, part) for history, part in turns]
+    assert_same(run(of_words(num_words, plain), turns), theirs)
+
+
+def test_a_panel_says_what_the_published_rule_says() -> None:
+    """Boosts by hand: the bonus for agreement, then the largest, the first of equal ones."""
+    tokens = stream(6000, 12)
+    ours = panel(False)
+    said = run(ours, [(0, tokens)])[0]
+    boosts = ours.strength.boost(said.confidence, np.zeros(len(tokens)))
+    gates = {2: Gate(2, 0.7, 0.0), 3: Gate(1, 0.6, 0.0)}
+    members = [CountsByHand((2, 3), gates), WordsByHand(0), WordsByHand(2)]
+    table = [member.propose(0, tokens) for member in members]
+    num_agreed = 0
+    for t in range(len(tokens)):
+        found = []
+        for k, member in enumerate(table):
+            if member.hints[t] >= 0:
+                nats = (float(member.confidence[t]), 0.55, 0.5)[k]
+                found.append([int(member.hints[t]), nats])
+        hints = [hint for hint, _ in found]
+        raised = [(hint, nats + 0.5 * (hints.count(hint) > 1)) for hint, nats in found]
+        hint, nats = max(raised, key=lambda pair: pair[1]) if raised else (-1, 0.0)
+        assert said.hints[t] == hint
+        assert boosts[t] == pytest.approx(nats, rel=1e-6)
+        num_agreed += len(hints) > len(set(hints))
+    assert num_agreed > 10
+    assert 0 < np.mean(said.hints >= 0) < 1
+
+
+def test_a_decoder_has_the_distribution_that_was_priced() -> None:
+    """It knows the prefix and not the target: the same bits, whatever it puts in its place."""
+    tokens, vocab = stream(300, 12), 12
+    log_p = np.log(np.full(vocab, 1 / vocab))
+    said = run(panel(False), [(0, tokens)])[0]
+    encoder = Mixture([panel(False)])
+    for t in range(100, 300, 10):
+        decoder = Mixture([panel(False)])
+        decoder.open(1, len(tokens))
+        decoder.propose(0, tokens[:t])
+        guess = decoder.propose(0, np.array([(tokens[t] + 1) % vocab]))
+        here = Proposals(said.hints[t : t + 1, None], said.confidence[t : t + 1, None])
+        priced = encoder.distribution(here, log_p)
+        np.testing.assert_array_equal(decoder.distribution(guess, log_p), priced)
+        assert np.exp(priced).sum() == pytest.approx(1, abs=1e-12)
+    assert (said.hints[100::10] >= 0).any()
+
+
+def test_experts_of_words_need_a_tokenizer() -> None:
+    expert = find_lever("ngram").plug(find_lever("ngram").Settings(), ModelSpec())  # type: ignore
+    assert expert.needs_pieces
+    expert.open(1, 10)
+    with pytest.raises(RuleError, match=r"^experts of words need a tokenizer"):
+        expert.propose(0, np.arange(10))
+    tokens_alone = find_lever("ngram").Settings(experts=("token",))
+    assert not find_lever("ngram").plug(tokens_alone, ModelSpec()).needs_pieces  # type: ignore
+
+
+def test_a_class_of_the_target_would_show() -> None:
+    """The experts of PR 1105 were silent where the target is of the other class."""
+
+    class Published(WordExpert):
+        def propose(self, history: int, targets: np.ndarray) -> Proposals:
+            said = super().propose(history, targets)
+            continues = np.array([PIECES[t] == b"a" for t in targets])
+            return Proposals(np.where(continues, said.hints, -1), said.confidence)
+
+    expert = Published(0, OFTEN, STRENGTH)
+    expert.read_pieces(PIECES)
+    assert suffix_changes_hints(expert)
 
 
 def matches_by_hand(tokens: list[int], lengths: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -274,9 +437,12 @@ def test_targets_may_come_as_they_lie_in_a_shard(make: Callable[[bool], Any]) ->
 def test_an_expert_that_is_not_opened_holds_nothing(make: Callable[[bool], Any]) -> None:
     tables = (np.ndarray, scans.Counts, scans.Links, ngram.Histories)
     expert = make(False)
-    assert not any(isinstance(value, tables) for value in vars(expert).values())
-    expert.open(1, 10)
-    assert any(isinstance(value, tables) for value in vars(expert).values())
+    for part in getattr(expert, "members", [expert]):
+        held = {name for name, value in vars(part).items() if isinstance(value, tables)}
+        # One byte per piece of the vocabulary.
+        assert held <= {"_kinds"}
+        part.open(1, 10)
+        assert any(isinstance(v, tables) for n, v in vars(part).items() if n not in held)
 
 
 def test_more_targets_than_opened_for_are_refused() -> None:
@@ -325,10 +491,29 @@ def test_where_nothing_can_be_written_compiled_code_is_not_kept(
         ("match", "lengths", (8, 65)),
         ("match", "lengths", (8, 8)),
         ("match", "strength", ""),
+        ("ngram", "experts", ()),
+        ("ngram", "experts", ("token", "letters")),
+        ("ngram", "experts", ("token", "token")),
+        ("ngram", "contexts", ()),
+        ("ngram", "contexts", (8, 65)),
+        ("ngram", "contexts", (4, 8)),
+        ("ngram", "gates", ("8:0.7",)),
+        ("ngram", "gates", ("8:0.7:3", "8:0.6:2")),
+        ("ngram", "gates", ("8:1.7:3",)),
+        ("ngram", "gates", ("8:nan:3",)),
+        ("ngram", "gates", ("8:0.7:0",)),
+        ("ngram", "gates", ()),
+        ("ngram", "boost", float("nan")),
+        ("ngram", "bonus", -0.1),
+        ("ngram", "start_words", 0),
+        ("ngram", "start_count", 0),
+        ("ngram", "within_confidence", 1.1),
     ],
 )
 def test_wrong_settings_are_named(lever: str, key: str, value: object) -> None:
-    with pytest.raises(RecipeError, match=rf"^levers\.{lever}\.{key} = .*expected"):
+    # Contexts that no gate covers are an error of the gates.
+    named = "(contexts|gates)" if key == "contexts" else key
+    with pytest.raises(RecipeError, match=rf"^levers\.{lever}\.{named} = .*expected"):
         find_lever(lever).Settings(**{key: value})
 
 

@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from underpar.artifact.unpack import Artifact
+from underpar.build.artifact import build_tokenizer
 from underpar.build.levers import find_lever, lever_names, plug_levers, resolve_levers
 from underpar.build.model import build_predictor
 from underpar.compile.startup import warm_compiler
@@ -106,7 +107,7 @@ def run_method(artifact: Artifact, shard: Shard, request: ScoringRequest) -> Sco
     predictor = build(artifact, runtime.device, adapters, runtime.dtype)
     for lever in having(levers, "classes"):
         lever.attach(predictor.model)
-    mixture = Mixture(having(levers, "propose"))
+    mixture = _mix(levers, artifact)
     reports = (request.on_share, request.on_commit, request.partial, request.now)
     if lora:
         # Imported by name, because the counted script contains every module that is imported
@@ -166,9 +167,17 @@ def _require_packed(method: Method, asked: Recipe, packed_recipe: Recipe) -> Non
             )
 
 
-def mixture_of(score: Score, recipe: Recipe) -> Mixture:
+def mixture_of(score: Score, artifact: Artifact) -> Mixture:
     """The experts of a score's method, with the settings of that score."""
-    return Mixture(having(_levers_of(*method_of(score, recipe)), "propose"))
+    return _mix(_levers_of(*method_of(score, artifact.recipe)), artifact)
+
+
+def _mix(levers: Mapping[str, Any], artifact: Artifact) -> Mixture:
+    """The experts among levers; those of words are told the tokenizer's pieces."""
+    for lever in having(levers, "read_pieces"):
+        if lever.needs_pieces:
+            lever.read_pieces(build_tokenizer(artifact).pieces)
+    return Mixture(having(levers, "propose"))
 
 
 def method_of(score: Score, recipe: Recipe) -> tuple[Method, Recipe]:

@@ -1,31 +1,40 @@
 """Experts that guess the next token from the tokens of their histories.
 
 `CountExpert` counts which tokens follow each context (the causal token expert of PR 1514 and PR
-2135). `MatchExpert` follows the last passage that agrees with the end of the history (the match
-model of PAQ, Mahoney 2005). Each has one memory for all histories, and guesses before it reads the
-target. Without Numba the guesses are the same, but slow.
+2135). `WordExpert` counts how words go on and how they start (PR 1219). `MatchExpert` follows the
+last passage that agrees with the end of the history (the match model of PAQ, Mahoney 2005). Each
+has one memory for all histories, and guesses before it reads the target. Without Numba the guesses
+are the same, but slow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from underpar.errors import RuleError
 from underpar.infer.experts import Arrays, Ints, Proposals, Strength
 from underpar.infer.scans import (
     BASES,
+    CONTINUES,
+    OUTSIDE,
     PRIME,
+    STARTS,
     TOTAL,
     Counts,
     Gate,
+    Gates,
     Links,
     Trail,
+    WordTrail,
     compiled,
     scan_counts,
     scan_matches,
+    scan_word,
+    scan_word_starts,
 )
 
 # Longer contexts do not improve a guess.
@@ -69,15 +78,48 @@ def as_tokens(targets: npt.ArrayLike) -> Ints:
     return np.array(targets, dtype=np.int64)
 
 
-class CountExpert:
-    """Guesses the most frequent token after the longest context that passes a gate.
+def open_counts(num_entries: int) -> Counts:
+    """An empty table for this many entries; a full one takes no new contexts."""
+    rows = np.zeros((1 << table_bits(num_entries), 4), dtype=np.int32)
+    return Counts(rows, np.zeros(1, dtype=np.int64), int(LARGEST_LOAD * len(rows)))
 
-    `lengths` are the lengths of the contexts. A full table counts known contexts and takes no new
-    ones.
+
+def counts_state(counts: Counts) -> Arrays:
+    """The rows of a table that are taken, as copies."""
+    taken = np.flatnonzero(counts.rows[:, TOTAL])
+    return {"taken": taken, "rows": counts.rows[taken]}
+
+
+def load_counts(counts: Counts, state: Mapping[str, npt.NDArray[Any]]) -> None:
+    """Put the rows of a table back."""
+    counts.rows[:] = 0
+    counts.rows[state["taken"]] = state["rows"]
+    counts.used[0] = len(state["taken"])
+
+
+def gates_of(gates: Sequence[Gate]) -> Gates:
+    """Gates as arrays, for a scan."""
+    min_counts, min_confidences, priors = zip(*gates, strict=True)
+    return Gates(
+        np.array(min_counts, dtype=np.int64),
+        np.array(min_confidences, dtype=np.float64),
+        np.array(priors, dtype=np.float64),
+    )
+
+
+class CountExpert:
+    """Guesses the most frequent token after the longest context that passes its gate.
+
+    `lengths` are the lengths of the contexts. They share one gate, or `gate` maps each length to
+    its own. A full table counts known contexts and takes no new ones.
     """
 
     def __init__(
-        self, lengths: tuple[int, ...], gate: Gate, strength: Strength, plain: bool = False
+        self,
+        lengths: tuple[int, ...],
+        gate: Gate | Mapping[int, Gate],
+        strength: Strength,
+        plain: bool = False,
     ) -> None:
         self.lengths = lengths
         self.gate = gate
@@ -87,10 +129,9 @@ class CountExpert:
     def open(self, num_histories: int, num_targets: int) -> None:
         """Forget everything; make room for so many targets over all histories."""
         self._scan = scan_counts if self._plain else compiled(scan_counts)
-        bits = table_bits(num_targets * len(self.lengths))
-        rows = np.zeros((1 << bits, 4), dtype=np.int32)
-        room = int(LARGEST_LOAD * len(rows))
-        self._counts = Counts(rows, np.zeros(1, dtype=np.int64), room)
+        gate, longest_first = self.gate, sorted(self.lengths, reverse=True)
+        self._gates = gates_of([gate if isinstance(gate, Gate) else gate[n] for n in longest_first])
+        self._counts = open_counts(num_targets * len(self.lengths))
         self._histories = Histories(self.lengths, num_histories)
 
     def propose(self, history: int, targets: Ints) -> Proposals:
@@ -98,21 +139,82 @@ class CountExpert:
         hints = np.empty(len(targets), dtype=np.int64)
         confidence = np.empty(len(targets), dtype=np.float32)
         trail = self._histories.trail(history)
-        self._scan(as_tokens(targets), self._counts, trail, self.gate, hints, confidence)
+        self._scan(as_tokens(targets), self._counts, trail, self._gates, hints, confidence)
         return Proposals(hints, confidence)
 
     def state(self) -> Arrays:
         """All counts, as copies."""
-        taken = np.flatnonzero(self._counts.rows[:, TOTAL])
-        state: Arrays = {"taken": taken, "rows": self._counts.rows[taken]}
-        return state | {name: a.copy() for name, a in self._histories.arrays.items()}
+        histories = {name: array.copy() for name, array in self._histories.arrays.items()}
+        return counts_state(self._counts) | histories
 
     def load(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
         """Restore a state, after `open` with the same sizes."""
-        self._counts.rows[:] = 0
-        self._counts.rows[state["taken"]] = state["rows"]
-        self._counts.used[0] = len(state["taken"])
+        load_counts(self._counts, state)
         for name, array in self._histories.arrays.items():
+            array[:] = state[name]
+
+
+def kinds_of(pieces: Sequence[bytes]) -> npt.NDArray[np.int8]:
+    """What each token does to words, from the bytes that it stands for.
+
+    A token that begins with white space starts a word; a token without bytes is outside of words.
+    """
+    kinds = [STARTS if piece[:1].isspace() else CONTINUES for piece in pieces]
+    kinds = [kind if piece else OUTSIDE for kind, piece in zip(kinds, pieces, strict=True)]
+    return np.array(kinds, dtype=np.int8)
+
+
+class WordExpert:
+    """Guesses how the open word goes on, or, with `num_words`, how the word after so many starts.
+
+    Nothing tells the expert which of the two the next token does: it guesses wherever it has a
+    context, as PR 1219 repaired the experts of PR 1105. `read_pieces` comes before `propose`.
+    """
+
+    def __init__(self, num_words: int, gate: Gate, strength: Strength, plain: bool = False) -> None:
+        self.num_words = num_words
+        self.gate = gate
+        self.strength = strength
+        self._plain = plain
+        self._kinds: npt.NDArray[np.int8] | None = None
+
+    def read_pieces(self, pieces: Sequence[bytes]) -> None:
+        """Take the bytes of each token, which say where words start."""
+        self._kinds = kinds_of(pieces)
+
+    def open(self, num_histories: int, num_targets: int) -> None:
+        """Forget everything; make room for so many targets over all histories."""
+        scan = scan_word_starts if self.num_words else scan_word
+        self._scan = scan if self._plain else compiled(scan)
+        self._gates = gates_of([self.gate])
+        self._counts = open_counts(num_targets)
+        self._words: Arrays = {
+            "word": np.zeros((num_histories, 3), dtype=np.int64),
+            "closed": np.zeros((num_histories, max(self.num_words, 1), 2), dtype=np.int64),
+            "num_closed": np.zeros((num_histories, 1), dtype=np.int64),
+        }
+
+    def propose(self, history: int, targets: Ints) -> Proposals:
+        """A guess for each of the next targets (n,) of a history, from the targets before it."""
+        if self._kinds is None:
+            raise RuleError("experts of words need a tokenizer, to know where words start")
+        tokens = as_tokens(targets)
+        assert tokens.max(initial=0) < len(self._kinds), "a token that the tokenizer does not have"
+        hints = np.empty(len(tokens), dtype=np.int64)
+        confidence = np.empty(len(tokens), dtype=np.float32)
+        words = WordTrail(*(array[history] for array in self._words.values()))
+        self._scan(tokens, self._kinds, self._counts, words, self._gates, hints, confidence)
+        return Proposals(hints, confidence)
+
+    def state(self) -> Arrays:
+        """All counts, as copies."""
+        words = {name: array.copy() for name, array in self._words.items()}
+        return counts_state(self._counts) | words
+
+    def load(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Restore a state, after `open` with the same sizes."""
+        load_counts(self._counts, state)
+        for name, array in self._words.items():
             array[:] = state[name]
 
 

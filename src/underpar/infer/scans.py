@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from underpar.infer.experts import Ints, Trust
+from underpar.infer.experts import Floats, Ints, Trust
 
 Words = npt.NDArray[np.int32]
 
@@ -24,12 +24,18 @@ PRIME = (1 << 31) - 1
 # a context, another for the check that is kept in the row.
 BASES = (0x2545F491, 0x369DEA0F)
 PAIR_BASES = (0x27BB2EE6, 0x1B873593)
+# A third pair, because a word's hash is itself a polynomial in BASES.
+WORD_BASES = (0x3C6EF35F, 0x19660D3B)
 TOKEN_FACTOR = 0x1E3779B9
 
 # Columns of a table of counts; a row with total 0 is free.
 CHECK, TOKEN, BEST, TOTAL = 0, 1, 2, 3
 # The second column of the rows of `Links`; the first is CHECK.
 POSITION = 1
+# What a token does to words: it continues the open word, starts one, or stands outside of words.
+CONTINUES, STARTS, OUTSIDE = 0, 1, 2
+# An open word: hashes of its tokens for row and check, and how many they are.
+ROW, ROW_CHECK, SIZE = 0, 1, 2
 # A match: the position of the token expected next, how many tokens agreed, the history's end.
 NEXT, LENGTH, END = 0, 1, 2
 
@@ -63,6 +69,22 @@ class Gate(NamedTuple):
     min_count: int
     min_confidence: float
     prior: float  # added to the total when confidence is taken
+
+
+class Gates(NamedTuple):
+    """A gate for each of K kinds of contexts."""
+
+    min_counts: Ints
+    min_confidences: Floats
+    priors: Floats
+
+
+class WordTrail(NamedTuple):
+    """The end of one history in words: hashes of the open word and of the last closed ones."""
+
+    word: Ints  # (3,) ROW, ROW_CHECK, SIZE; the size is 0 between words
+    closed: Ints  # (words, 2) a ring
+    num_closed: Ints  # (1,)
 
 
 class Links(NamedTuple):
@@ -123,64 +145,145 @@ def claim_pair(counts: Counts, key: int, check: int, token: int) -> int:
     return claim(counts, key, check, token)
 
 
-def look(counts: Counts, trail: Trail, gate: Gate) -> tuple[int, float]:
-    """The best token of the longest context that passes the gate, and its confidence.
+def ask(counts: Counts, key: int, check: int, gates: Gates, k: int) -> tuple[int, float]:
+    """The best token of a context and its confidence; the token is -1 if gate `k` stays closed."""
+    row = find(counts, key, check)
+    total = int(counts.rows[row, TOTAL])
+    if total < gates.min_counts[k]:
+        return -1, 0.0
+    confidence = int(counts.rows[row, BEST]) / (total + gates.priors[k])
+    if confidence < gates.min_confidences[k]:
+        return -1, 0.0
+    return int(counts.rows[row, TOKEN]), confidence
+
+
+def count(counts: Counts, key: int, check: int, token: int) -> None:
+    """Count a token after a context."""
+    rows = counts.rows
+    row = claim(counts, key, check, token)
+    if row < 0:
+        return
+    rows[row, TOTAL] += 1
+    if rows[row, TOKEN] == token:
+        rows[row, BEST] += 1
+        return
+    pair = claim_pair(counts, key, check, token)
+    if pair < 0:
+        return
+    rows[pair, TOTAL] += 1
+    if rows[pair, TOTAL] > rows[row, BEST]:
+        # The old best token becomes a pair again.
+        old = claim_pair(counts, key, check, int(rows[row, TOKEN]))
+        if old >= 0:
+            rows[old, TOTAL] = rows[row, BEST]
+        rows[row, TOKEN], rows[row, BEST] = token, rows[pair, TOTAL]
+
+
+def look(counts: Counts, trail: Trail, gates: Gates) -> tuple[int, float]:
+    """The best token of the longest context that passes its gate, and its confidence.
 
     The token is -1 if no context passes. Nothing is changed.
     """
     for k in range(len(trail.lengths)):
         if trail.seen[0] < trail.lengths[k]:
             continue
-        row = find(counts, int(trail.hashes[k, 0]), int(trail.hashes[k, 1]))
-        total = int(counts.rows[row, TOTAL])
-        if total < gate.min_count:
-            continue
-        confidence = int(counts.rows[row, BEST]) / (total + gate.prior)
-        if confidence >= gate.min_confidence:
-            return int(counts.rows[row, TOKEN]), confidence
+        key, check = int(trail.hashes[k, 0]), int(trail.hashes[k, 1])
+        token, confidence = ask(counts, key, check, gates, k)
+        if token >= 0:
+            return token, confidence
     return -1, 0.0
 
 
 def learn(counts: Counts, trail: Trail, token: int) -> None:
     """Count a token after every context that the history ends with."""
-    rows = counts.rows
     for k in range(len(trail.lengths)):
-        if trail.seen[0] < trail.lengths[k]:
-            continue
-        key, check = int(trail.hashes[k, 0]), int(trail.hashes[k, 1])
-        row = claim(counts, key, check, token)
-        if row < 0:
-            continue
-        rows[row, TOTAL] += 1
-        if rows[row, TOKEN] == token:
-            rows[row, BEST] += 1
-            continue
-        pair = claim_pair(counts, key, check, token)
-        if pair < 0:
-            continue
-        rows[pair, TOTAL] += 1
-        if rows[pair, TOTAL] > rows[row, BEST]:
-            # The old best token becomes a pair again.
-            old = claim_pair(counts, key, check, int(rows[row, TOKEN]))
-            if old >= 0:
-                rows[old, TOTAL] = rows[row, BEST]
-            rows[row, TOKEN], rows[row, BEST] = token, rows[pair, TOTAL]
+        if trail.seen[0] >= trail.lengths[k]:
+            count(counts, int(trail.hashes[k, 0]), int(trail.hashes[k, 1]), token)
 
 
 def scan_counts(
     tokens: Ints,
     counts: Counts,
     trail: Trail,
-    gate: Gate,
+    gates: Gates,
     hints: Ints,
     confidence: Trust,
 ) -> None:
     """Fill hints and confidence (n,) for the next tokens (n,) of a history, counting them."""
     for i in range(len(tokens)):
-        hints[i], confidence[i] = look(counts, trail, gate)
+        hints[i], confidence[i] = look(counts, trail, gates)
         token = int(tokens[i])
         learn(counts, trail, token)
         push(trail, token)
+
+
+def scan_word(
+    tokens: Ints,
+    kinds: npt.NDArray[np.int8],
+    counts: Counts,
+    words: WordTrail,
+    gates: Gates,
+    hints: Ints,
+    confidence: Trust,
+) -> None:
+    """Fill hints and confidence (n,) from the open word, counting how it goes on.
+
+    `kinds` (V,) says what each token does to words.
+    """
+    word = words.word
+    for i in range(len(tokens)):
+        hints[i], confidence[i] = -1, 0.0
+        if word[SIZE] > 0:
+            hints[i], confidence[i] = ask(counts, int(word[ROW]), int(word[ROW_CHECK]), gates, 0)
+        token = int(tokens[i])
+        if word[SIZE] > 0 and kinds[token] == CONTINUES:
+            count(counts, int(word[ROW]), int(word[ROW_CHECK]), token)
+        read(words, token, int(kinds[token]))
+
+
+def scan_word_starts(
+    tokens: Ints,
+    kinds: npt.NDArray[np.int8],
+    counts: Counts,
+    words: WordTrail,
+    gates: Gates,
+    hints: Ints,
+    confidence: Trust,
+) -> None:
+    """Fill hints and confidence (n,) from the last closed words, counting how the next one starts.
+
+    The open word is not among them: the hint is the start of the word after the closed ones.
+    """
+    for i in range(len(tokens)):
+        hints[i], confidence[i] = -1, 0.0
+        if words.num_closed[0] >= len(words.closed):
+            hints[i], confidence[i] = ask(counts, phrase(words, 0), phrase(words, 1), gates, 0)
+        token = int(tokens[i])
+        read(words, token, int(kinds[token]))
+        if kinds[token] == STARTS and words.num_closed[0] >= len(words.closed):
+            count(counts, phrase(words, 0), phrase(words, 1), token)
+
+
+def read(words: WordTrail, token: int, kind: int) -> None:
+    """Append a token to a history of words."""
+    word, num = words.word, int(words.num_closed[0])
+    if kind != CONTINUES and word[SIZE] > 0:
+        last = num % len(words.closed)
+        words.closed[last, 0], words.closed[last, 1] = word[ROW], word[ROW_CHECK]
+        words.num_closed[0] = num + 1
+        word[ROW] = word[ROW_CHECK] = word[SIZE] = 0
+    if kind != OUTSIDE:
+        for i in range(2):
+            word[i] = (int(word[i]) * BASES[i] + mix(token)) % PRIME
+        word[SIZE] += 1
+
+
+def phrase(words: WordTrail, i: int) -> int:
+    """Hash `i` of the last closed words, the oldest first."""
+    size, num, hash_ = len(words.closed), int(words.num_closed[0]), 0
+    for j in range(size):
+        hash_ = (hash_ * WORD_BASES[i] + int(words.closed[(num + j) % size, i])) % PRIME
+    return hash_
 
 
 def scan_matches(
@@ -236,7 +339,7 @@ def seek(links: Links, trail: Trail, match: Ints) -> None:
         links.rows[row, CHECK], links.rows[row, POSITION] = check, int(match[END])
 
 
-_PARTS = (mix, push, find, claim, claim_pair, look, learn, append, seek)
+_PARTS = (mix, push, find, claim, claim_pair, ask, count, look, learn, read, phrase, append, seek)
 
 
 @cache

@@ -66,6 +66,7 @@ LEVERS = {
     "token_calibration": "underpar.levers.token_calibration",
     # Experts tilt the distribution one after the other, the most certain one first.
     "tilt": "underpar.levers.tilt",
+    "ngram": "underpar.levers.ngram",
     "match": "underpar.levers.match",
     "counts": "underpar.levers.counts",
 }

@@ -168,7 +168,7 @@ def open_case(folder: RunFolder, runtime: Runtime, request: AuditRequest) -> Cas
         rescore=rescorer(artifact, runtime),
         rescore_flat=lambda alphabet: rescorer(artifact, runtime, alphabet),
         repeat=repeater(artifact, runtime),
-        open_mixture=lambda score: mixture_of(score, artifact.recipe),
+        open_mixture=lambda score: mixture_of(score, artifact),
         open_trainer=lambda: make_trainer(
             folder.read_recipe(), data, folder, replace(runtime, compiled=False)
         ),

@@ -82,4 +82,9 @@ class ByteTokenizer:
             )
         return (array[array >= FIRST_BYTE_ID] - FIRST_BYTE_ID).astype(np.uint8).tobytes()
 
+    @property
+    def pieces(self) -> list[bytes]:
+        """What each id stands for, as `written`."""
+        return [self.written([token]) for token in range(VOCAB_SIZE)]
+
     decode = written

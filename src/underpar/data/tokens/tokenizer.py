@@ -87,6 +87,11 @@ class SentencePieceTokenizer:
             )
         return self._join(array.tolist())
 
+    @property
+    def pieces(self) -> list[bytes]:
+        """What each id stands for, as `written`."""
+        return self._table
+
     def decode(self, ids: npt.ArrayLike) -> bytes:
         """The source bytes of the ids; an operator at an impossible place is refused.
 
