@@ -34,15 +34,17 @@ EXPERTS = ("token", "within", "start")
 
 @dataclass(frozen=True)
 class Settings:
-    """`experts`: which of "token", "within" and "start" propose; the last two need a tokenizer
-    that marks where words start.
+    """`experts`: which of "token", "within" and "start" propose; the last two need a tokenizer.
     `contexts`: lengths of the token expert's contexts.
-    `gates`: "length:confidence:count" opens contexts from this length on, up to the next gate's,
-    if they came `count` times and their best token has that share.
+    `gates`: "length:confidence:count", for contexts from this length to the next gate's: open if
+    the context came so often and its best token has this share.
     `boost`: nats of the token expert, times its confidence.
-    `within_confidence`, `within_boost`: gate and nats of the within-word expert.
-    `start_words`, `start_confidence`, `start_count`, `start_boost`: words in a context of the
-    word-start expert, its gate and its nats.
+    `within_confidence`: share that the within-word expert's best token must have.
+    `within_boost`: nats of the within-word expert.
+    `start_words`: words in a context of the word-start expert.
+    `start_confidence`: share that the word-start expert's best token must have.
+    `start_count`: how often its context must have been seen.
+    `start_boost`: nats of the word-start expert.
     `bonus`: nats added to the boosts of experts that propose the same token.
     """
 
