@@ -105,4 +105,5 @@ def _differences(before: Tree, here: Tree, prefix: str = "") -> Iterator[tuple[s
         if all(isinstance(value, dict) for value in values):
             yield from _differences(*values, f"{key}.")
         elif values[0] != values[1]:
-            yield key, *(True if isinstance(value, dict) else value for value in values)
+            old, new = (True if isinstance(value, dict) else value for value in values)
+            yield key, old, new
