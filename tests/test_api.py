@@ -1,5 +1,8 @@
 """The Python interface, as the README shows it."""
 
+import inspect
+import math
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -7,33 +10,137 @@ import pytest
 
 import underpar
 from tiny import TinyRun
-from underpar.errors import ArtifactError, DataError, UnderparError
+from underpar.api import Model
+from underpar.codec.lanes import encode_documents
+from underpar.data.folder import load_data
+from underpar.errors import ArtifactError, DataError, RuleError, UnderparError
+from underpar.infer.generate import Sampling
+from underpar.recipe import from_tree, merge, to_tree
+
+TEXT = "It is a truth universally acknowledged. \u00e9\u4e2d"
+
+
+@pytest.fixture(scope="module")
+def model(tiny_run: TinyRun) -> Model:
+    return underpar.load(tiny_run.folder.artifact_file)
+
+
+@pytest.fixture(scope="module")
+def held_out(tiny_run: TinyRun) -> list[bytes]:
+    data = load_data(tiny_run.data)
+    return [data.tokenizer.decode(data.val.doc(i)) for i in range(data.val.num_documents)]
+
+
+def with_levers(model: Model, *levers: str) -> Model:
+    """The model as if its recipe had named these levers of scoring."""
+    tree = merge(to_tree(model.recipe), {"levers": {name: {} for name in levers}})
+    return replace(model, artifact=replace(model.artifact, recipe=from_tree(tree)))
 
 
 def test_load_score_generate_compress(tiny_run: TinyRun) -> None:
     model = underpar.load(str(tiny_run.folder.artifact_file))
-    text = "The government of the people. \u00e9\u4e2d"
-    score = model.score(text)
-    assert score.num_bytes == len(text.encode())
+    score = model.score(TEXT)
+    assert score.num_bytes == len(TEXT.encode())
     assert 0 < score.bpb < 20
     assert isinstance(model.generate("Once upon", max_tokens=4), str)
     data = b"any bytes \xff\x00"
     assert model.decompress(model.compress(data)) == data
 
 
-def test_a_score_is_the_codes_length(tiny_run: TinyRun) -> None:
-    model = underpar.load(tiny_run.folder.artifact_file)
-    text = "It is a truth universally acknowledged. " * 20
-    from underpar.codec.lanes import encode_documents
+def test_text_may_be_str_or_bytes(model: Model) -> None:
+    assert model.decompress(model.compress(TEXT)) == TEXT.encode()
+    assert model.compress(TEXT) == model.compress(TEXT.encode())
+    assert model.score(TEXT).bits == model.score(TEXT.encode()).bits
+    with pytest.raises(DataError, match="lone surrogate at character 3"):
+        model.compress("abc\ud800")
 
-    tokens = model.codec.tokenizer.encode(text.encode())
-    payload = encode_documents(model.codec.predictor, [tokens], 1)
+
+def test_a_score_is_the_codes_length(model: Model) -> None:
+    text = TEXT * 20
+    payload = encode_documents(model.predictor, [model.tokenizer.encode(text.encode())], 1)
     assert 8 * len(payload) == pytest.approx(model.score(text).bits, abs=16)
 
 
-def test_an_empty_text_has_no_score(tiny_run: TinyRun) -> None:
-    with pytest.raises(DataError, match="empty"):
-        underpar.load(tiny_run.folder.artifact_file).score("")
+def test_an_empty_text_has_no_score(model: Model) -> None:
+    for texts in ("", b"", [], ["a", ""]):
+        with pytest.raises(DataError, match="empty"):
+            model.score(texts)
+
+
+@pytest.mark.parametrize("adapt", [False, True])
+def test_many_texts_score_as_the_command_scores_them(
+    model: Model, tiny_run: TinyRun, held_out: list[bytes], adapt: bool
+) -> None:
+    name = "adapt" if adapt else "plain"
+    ledger = tiny_run.folder.read_json(tiny_run.folder.score_file(name))["ledger"]
+    score = model.score(held_out, adapt=adapt)
+    assert score.num_bytes == sum(map(len, held_out))
+    # The command scores no end of the last document, as nothing follows it.
+    for row, entry in zip(ledger[:-1], score.entries[:-1], strict=True):
+        assert asdict(entry) == row | {"bits": pytest.approx(row["bits"], rel=1e-5)}
+    assert score.entries[-1].num_targets == ledger[-1]["num_targets"] + 1
+
+
+def test_many_texts_cost_what_each_costs_alone(model: Model, held_out: list[bytes]) -> None:
+    together = model.score(held_out[:3])
+    alone = [model.score(text).bits for text in held_out[:3]]
+    assert [entry.bits for entry in together.entries] == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.parametrize("lever", ["lora_ttt", "match"])
+def test_every_engine_of_scoring_takes_texts(
+    model: Model, held_out: list[bytes], lever: str
+) -> None:
+    bare = replace(model.recipe, levers={**model.recipe.levers})
+    del bare.levers["adapt_scales"]
+    bare_model = replace(model, artifact=replace(model.artifact, recipe=bare))
+    score = with_levers(bare_model, lever).score(held_out[:4], adapt=True)
+    assert [entry.num_bytes for entry in score.entries] == [len(text) for text in held_out[:4]]
+    assert score.bits != model.score(held_out[:4]).bits
+
+
+def test_adapting_leaves_the_model_as_it_was(model: Model, held_out: list[bytes]) -> None:
+    before = model.predictor.state_hash()
+    model.score(held_out[:2], adapt=True)
+    assert model.predictor.state_hash() == before
+    recipe = replace(model.recipe, levers={"ema": model.recipe.levers["ema"]})
+    with pytest.raises(RuleError, match="names no adapter"):
+        replace(model, artifact=replace(model.artifact, recipe=recipe)).score("a", adapt=True)
+
+
+def test_log_probs_name_every_token_and_add_up(model: Model) -> None:
+    tokens = model.log_probs(TEXT)
+    assert b"".join(token.text for token in tokens) == TEXT.encode()
+    assert (tokens[-1].token, tokens[-1].text) == (model.tokenizer.bos_id, b"")
+    assert sum(token.bits for token in tokens) == pytest.approx(model.score(TEXT).bits)
+    adapted = model.log_probs(TEXT * 9, adapt=True)
+    assert sum(t.bits for t in adapted) == pytest.approx(model.score(TEXT * 9, adapt=True).bits)
+
+
+def test_the_likeliest_next_tokens(model: Model) -> None:
+    tokens = model.next_tokens("It is a", model.tokenizer.vocab_size)
+    assert sum(math.exp(token.log_prob) for token in tokens) == pytest.approx(1, abs=1e-4)
+    assert model.next_tokens("It is a", 3) == tokens[:3]
+    first = model.generate("It is a", max_tokens=1, temperature=0)
+    assert first.encode() == tokens[0].text
+    # The same price as in a text.
+    priced = model.log_probs("It is a" + first)[-2]
+    assert priced.token == tokens[0].token
+    assert priced.log_prob == pytest.approx(tokens[0].log_prob, abs=1e-4)
+
+
+def test_what_is_printed_is_short(model: Model) -> None:
+    assert repr(model).startswith("Model(") and len(repr(model)) < 100
+    assert f"{model.num_weights:,} weights" in repr(model)
+    score = model.score(TEXT)
+    assert f"{score.bpb:.4f} bits per byte" in repr(score) and len(repr(score)) < 100
+
+
+def test_defaults_of_generating_are_those_of_the_command() -> None:
+    defaults = {**asdict(Sampling()), "prompt": ""}
+    for method in (Model.generate, Model.stream):
+        parameters = list(inspect.signature(method).parameters.values())[1:]
+        assert {p.name: p.default for p in parameters} == defaults
 
 
 def test_what_is_loaded_is_what_was_packed(tiny_run: TinyRun, tmp_path: Path) -> None:

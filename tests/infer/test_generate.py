@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -58,12 +60,56 @@ def test_the_nucleus_keeps_the_likeliest_share() -> None:
     assert drawn == {0, 1}
 
 
+def test_top_k_keeps_the_likeliest_tokens() -> None:
+    log_probs = torch.tensor([0.1, 0.2, 0.4, 0.3]).log()
+    generator = torch.Generator().manual_seed(0)
+    sampling = Sampling(temperature=1, top_p=1, top_k=2)
+    assert {choose(log_probs, sampling, generator) for _ in range(300)} == {2, 3}
+    # The probability that top_p keeps is that of the tokens that top_k has left.
+    sampling = Sampling(temperature=1, top_p=0.5, top_k=2)
+    assert {choose(log_probs, sampling, generator) for _ in range(300)} == {2}
+
+
 @pytest.mark.parametrize(
-    "bad", [{"temperature": -1}, {"top_p": 0}, {"top_p": 2}, {"max_tokens": -1}]
+    "bad",
+    [
+        {"temperature": -1},
+        {"top_p": 0},
+        {"top_p": 2},
+        {"max_tokens": -1},
+        {"top_k": -1},
+        {"stop": ""},
+        {"stop": ["a", ""]},
+    ],
 )
-def test_senseless_options_are_refused(model: Model, bad: dict[str, float]) -> None:
+def test_senseless_options_are_refused(model: Model, bad: dict[str, Any]) -> None:
     with pytest.raises(UnderparError, match=next(iter(bad))):
         model.generate("x", **bad)
+
+
+@pytest.mark.parametrize("name", TRANSFORM_NAMES)
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_text_ends_before_the_first_stop(name: str, data: st.DataObject) -> None:
+    tokenizer = lossless(name)
+    text = data.draw(st.text("abB .", max_size=30), "text")
+    stops = data.draw(st.lists(st.text("abB .", min_size=1, max_size=4), max_size=3), "stops")
+    tokens = tokenizer.encode(text.encode()).tolist()
+    predictor = Scripted([*tokens, tokenizer.bos_id], tokenizer.vocab_size)
+    sampling = Sampling(max_tokens=500, temperature=0, stop=tuple(stops))
+    ends = [text.index(stop) for stop in stops if stop in text]
+    written = "".join(generate(predictor, tokenizer, "", sampling))
+    assert written == text[: min(ends, default=len(text))]
+
+
+def test_text_waits_no_longer_than_a_stop_asks_for() -> None:
+    tokenizer = lossless("identity")
+    tokens = tokenizer.encode(b"one two three").tolist()
+    predictor = Scripted([*tokens, tokenizer.bos_id], tokenizer.vocab_size)
+    sampling = Sampling(max_tokens=500, temperature=0, stop=("tw.", "#"))
+    pieces = list(generate(predictor, tokenizer, "", sampling))
+    assert "".join(pieces) == "one two three"
+    assert len([piece for piece in pieces if piece]) > 3
 
 
 def write_all(writer: TextWriter, tokens: np.ndarray | list[int]) -> str:

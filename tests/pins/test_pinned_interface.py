@@ -20,6 +20,7 @@ NEW_OPTIONS: dict[str, set[str]] = {
         "train_seconds",
     },
     "demo": {"full"},
+    "generate": {"top_k", "stop"},
 }
 
 PINNED = read_pinned()["interface"]

@@ -71,6 +71,12 @@ def generate(
     top_p: Annotated[
         float, typer.Option(help="Draw from the likeliest tokens with this much probability.")
     ] = 0.95,
+    top_k: Annotated[
+        int, typer.Option(help="Draw from so many of the likeliest tokens; 0: from all.")
+    ] = 0,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End before this text; may be repeated.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
     device: Device = "cpu",
     json: Json = False,
@@ -80,13 +86,18 @@ def generate(
     \b
     underpar generate runs/mine/model.upar "The government"
     underpar generate runs/mine/model.upar "The" --max-tokens 50 --temperature 0 --seed 1
+    underpar generate runs/mine/model.upar "The" --top-k 40 --stop "."
     """
-    from underpar import load
+    from dataclasses import asdict
 
-    options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
-    pieces = load(artifact, device).stream(prompt, **options)
+    from underpar import load
+    from underpar.infer.generate import Sampling, generate
+
+    sampling = Sampling(max_tokens, temperature, top_p, seed, top_k, tuple(stop or ()))
+    model = load(artifact, device)
+    pieces = generate(model.predictor, model.tokenizer, prompt, sampling)
     if json:
-        show_json({"prompt": prompt, "text": "".join(pieces), **options})
+        show_json({"prompt": prompt, "text": "".join(pieces), **asdict(sampling)})
         return
     typer.echo(prompt, nl=False)
     for piece in pieces:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,12 +18,19 @@ from underpar.infer.predictor import Predictor
 
 @dataclass(frozen=True)
 class Sampling:
-    """Temperature 0 takes the likeliest token; `top_p` is the probability mass that is kept."""
+    """How each token is drawn, and where the text ends besides the end of a document.
+
+    Temperature 0 takes the likeliest token. Of the other tokens only the `top_k` likeliest stay (0:
+    all), and of these the likeliest that hold the probability `top_p`. The text ends before the
+    first of the texts `stop`.
+    """
 
     max_tokens: int = 200
     temperature: float = 0.8
     top_p: float = 0.95
     seed: int = 0
+    top_k: int = 0
+    stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.max_tokens < 0:
@@ -34,6 +41,10 @@ class Sampling:
             raise UnderparError(f"seed = {self.seed}: expected 0 to 2^63 - 1")
         if not 0 < self.top_p <= 1:
             raise UnderparError(f"top_p = {self.top_p}: expected above 0 and at most 1")
+        if self.top_k < 0:
+            raise UnderparError(f"top_k = {self.top_k}: expected 0 or more; 0 keeps all tokens")
+        if "" in self.stop:
+            raise UnderparError("stop = '': expected a text of at least one character")
 
 
 def choose(log_probs: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
@@ -41,8 +52,8 @@ def choose(log_probs: Tensor, sampling: Sampling, generator: torch.Generator) ->
     if sampling.temperature == 0:
         return int(log_probs.argmax())
     # float64: a tiny temperature must not overflow.
-    probs = (log_probs.cpu().double() / sampling.temperature).softmax(-1)
-    ordered, tokens = probs.sort(descending=True)
+    ordered, tokens = (log_probs.cpu().double() / sampling.temperature).sort(descending=True)
+    ordered = ordered[: sampling.top_k or None].softmax(-1)
     # A token stays if the tokens before it hold less than top_p; the first token always stays.
     kept = ordered * (ordered.cumsum(-1) - ordered < sampling.top_p)
     return int(tokens[torch.multinomial(kept, 1, generator=generator)])
@@ -51,7 +62,34 @@ def choose(log_probs: Tensor, sampling: Sampling, generator: torch.Generator) ->
 def generate(
     predictor: Predictor, tokenizer: Tokenizer, prompt: str, sampling: Sampling
 ) -> Iterator[str]:
-    """Yield the text after `prompt` in parts; it ends with the document or at max_tokens."""
+    """Yield the text after `prompt` in parts, up to the end of the document or of `sampling`."""
+    return _until(sampling.stop, _pieces(predictor, tokenizer, prompt, sampling))
+
+
+def _until(stops: Sequence[str], pieces: Iterable[str]) -> Iterator[str]:
+    """The text before the first of `stops`. What may be the beginning of one has to wait."""
+    waiting = ""
+    for piece in pieces:
+        waiting += piece
+        found = [waiting.index(stop) for stop in stops if stop in waiting]
+        if found:
+            yield waiting[: min(found)]
+            return
+        ready = len(waiting) - max((_overlap(waiting, stop) for stop in stops), default=0)
+        yield waiting[:ready]
+        waiting = waiting[ready:]
+    yield waiting
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Characters at the end of `text` that `stop` begins with."""
+    lengths = range(min(len(text), len(stop) - 1), 0, -1)
+    return next((length for length in lengths if text.endswith(stop[:length])), 0)
+
+
+def _pieces(
+    predictor: Predictor, tokenizer: Tokenizer, prompt: str, sampling: Sampling
+) -> Iterator[str]:
     try:
         raw = prompt.encode()
     except UnicodeEncodeError as error:

@@ -60,6 +60,9 @@ class Score:
         """Bits per byte: summed bits over summed bytes, never a mean of means."""
         return self.bits / self.num_bytes
 
+    def __repr__(self) -> str:
+        return f"Score({self.method}: {self.bpb:.4f} bits per byte of {self.num_bytes:,} bytes)"
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON, totals first."""
         return {
