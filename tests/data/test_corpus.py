@@ -17,8 +17,8 @@ from underpar.data.sources.corpus import (
     Tally,
     demo_corpus,
     document_hash,
-    input_files,
     is_held_out,
+    list_inputs,
     parse,
     read_documents,
     read_raw,
@@ -76,15 +76,65 @@ def test_several_frames_or_streams_are_read_through(tmp_path: Path) -> None:
 def test_a_folder_is_read_in_sorted_order_and_skips_other_files(tmp_path: Path) -> None:
     write(tmp_path / "b.txt", b"second")
     write(tmp_path / "a" / "z.jsonl", b'{"text": "first"}')
-    write(tmp_path / "README.md", b"not data")
-    assert [document.text for document in read(tmp_path)] == ["first", "second"]
-    assert input_files([tmp_path]) == [tmp_path / "a" / "z.jsonl", tmp_path / "b.txt"]
+    write(tmp_path / "c.md", b"third")
+    others = {
+        "photo.png": ".png",
+        "table.csv": ".csv",
+        ".git/HEAD": "hidden",
+        ".notes.txt": "hidden",
+        "binary": "without an ending",
+        "empty": "without an ending",
+    }
+    for name in others:
+        write(tmp_path / name, {"empty": b"", "binary": b"a\0b"}.get(name, b"words"))
+    assert [document.text for document in read(tmp_path)] == ["first", "second", "third"]
+    inputs = list_inputs([tmp_path])
+    assert inputs.files == [tmp_path / "a" / "z.jsonl", tmp_path / "b.txt", tmp_path / "c.md"]
+    assert inputs.skipped == {tmp_path / name: why for name, why in others.items()}
+
+
+@pytest.mark.parametrize(
+    "name", ["a.md", "a.rst", "a.html", "a.py", "a.tex.gz", "LICENSE", "LICENSE-2.0", "ls.1"]
+)
+def test_a_text_file_is_one_document_whatever_its_ending(tmp_path: Path, name: str) -> None:
+    pack = PACKINGS[".gz" if name.endswith(".gz") else ""]
+    # The last character ends after what is read to tell text from other content.
+    text = "x" * (corpus.SNIFFED_BYTES - 1) + "\u00e9"
+    path = write(tmp_path / name, pack(text.encode()))
+    assert read(tmp_path) == read(path) == [Document(text, name)]
+
+
+def test_a_file_without_an_ending_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    for content in (b"", b"a\0b", b"caf\xe9 au lait"):
+        with pytest.raises(DataError, match=r"LICENSE: unsupported ending.* name it LICENSE\.txt"):
+            read(write(tmp_path / "LICENSE", content))
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("a.txt", b"\xef\xbb\xbfcaf\xc3\xa9\n"),
+        ("a.txt", "\ufeffcaf\u00e9\n".encode("utf-16-le")),
+        ("a.txt", "\ufeffcaf\u00e9\n".encode("utf-16-be")),
+        ("a.jsonl", b'\xef\xbb\xbf{"text": "caf\\u00e9\\n"}'),
+    ],
+)
+def test_a_byte_order_mark_is_repaired(tmp_path: Path, name: str, data: bytes) -> None:
+    path = write(tmp_path / name, data)
+    expected = Document("caf\u00e9\n", name, is_repaired=True)
+    assert read(path) == [expected]
+    assert repair(path) == ([expected], Tally(documents=1, repaired=1))
+
+
+def test_only_a_mark_at_the_start_of_a_file_is_taken_away(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", b'{"text": "a"}\n{"text": "\xef\xbb\xbfb"}')
+    assert [d.text for d in read(path)] == ["a", "\ufeffb"]
 
 
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [
-        ("a.csv", b"x", r"a\.csv: unsupported ending, expected \.txt, .*\.jsonl\.zst"),
+        ("a.csv", b"x", r"a\.csv: unsupported ending, expected text .*; .* name it a\.csv\.txt"),
         ("a.jsonl", b'{"text": "x"}\n{oops\n', r"a\.jsonl: line 2: invalid JSON"),
         ("a.jsonl", b"[" * 100_000, r"a\.jsonl: line 1: invalid JSON"),
         ("a.jsonl", b'"text"', r"line 1: expected a JSON object, found str"),
@@ -96,7 +146,8 @@ def test_a_folder_is_read_in_sorted_order_and_skips_other_files(tmp_path: Path) 
         ("a.jsonl", b'{"text": "x"}\n{"text": ""}', r"line 2: empty document"),
         ("a.txt", b"", r"a\.txt: document 1: empty document"),
         ("a.jsonl", b'{"text": null}', r'line 1: field "text" is NoneType, not a string'),
-        ("a.jsonl", b'\xef\xbb\xbf{"text": "x"}', r"line 1: invalid JSON"),
+        ("a.txt", b"\xff\xfea\x00\x00\xd8", r"a\.txt: document 1: invalid UTF-16 at byte 3"),
+        ("a.txt", b"\xef\xbb\xbf", r"a\.txt: document 1: empty document"),
         ("a.txt", b"ok\n\xc3", r"a\.txt: document 1: invalid UTF-8 at byte 4"),
         ("a.txt", b"a\xed\xa0\x80", r"a\.txt: document 1: invalid UTF-8 at byte 2"),
         ("a.txt.gz", b"not gzip", r"a\.txt\.gz: line 1: cannot be read"),
@@ -126,7 +177,7 @@ def test_a_file_cut_short_is_refused(tmp_path: Path, packing: str) -> None:
 def test_missing_file_and_empty_folder_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"gone\.txt: no such file"):
         read(tmp_path / "gone.txt")
-    with pytest.raises(DataError, match=r"folder holds no file ending in \.txt"):
+    with pytest.raises(DataError, match=r"folder holds no file that is text \(\.txt"):
         read(tmp_path)
 
 

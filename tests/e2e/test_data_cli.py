@@ -91,6 +91,22 @@ def test_build_repairs_only_when_asked(tmp_path: Path, fails: Fails) -> None:
     assert (tally["documents"], tally["left_out_empty"], tally["repaired"]) == (32, 1, 1)
 
 
+def test_build_counts_and_names_what_it_skips(tmp_path: Path, fails: Fails) -> None:
+    for i in range(60):
+        write_file(tmp_path / "in" / f"{i}.md", b"document %d" % i)
+    for name in ("a.pdf", "b.pdf", ".hidden"):
+        write_file(tmp_path / "in" / name, b"x")
+    out = tmp_path / "out"
+    output = run("data", "build", tmp_path / "in", "--out", out, *BYTES)
+    first = [str(tmp_path / "in" / name) for name in ("a.pdf", "b.pdf", ".hidden")]
+    line = f"3 files skipped (2 .pdf, 1 hidden), such as {', '.join(first)}"
+    assert line in output
+    skipped = run_json("data", "inspect", out)["skipped"]
+    assert skipped == {"files": 3, "kinds": {".pdf": 2, "hidden": 1}, "first": first}
+    edit_manifest(out, lambda manifest: manifest["skipped"].update(first=[1]))
+    assert "first is [1], expected a list of strings" in fails("data", "inspect", out)
+
+
 def test_build_refuses_in_one_line(docs: Path, tmp_path: Path, fails: Fails) -> None:
     words = ("data", "build", docs, "--out", tmp_path / "out", *PLAIN)
     assert "also held out" in fails(*words, *BYTES, "--val", docs)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from underpar.cli.console import OUT, open_progress, show_json, show_table
 from underpar.cli.options import DATA, Json, Set, app, load_checked, show_summary
+from underpar.errors import one_line
+
+if TYPE_CHECKING:
+    from underpar.core.fields import Fields
 
 data_app = typer.Typer(
     help="Turn text into tokens: build, inspect, audit, fetch, import, export, merge.",
@@ -31,7 +36,7 @@ Overwrite = Annotated[
 def data_build(
     inputs: Annotated[
         list[Path],
-        typer.Argument(help="Files or folders: .txt, .jsonl (plain, .xz, .gz, .zst), .parquet"),
+        typer.Argument(help="Files or folders: text, .jsonl (plain, .xz, .gz, .zst), .parquet"),
     ],
     out: Annotated[Path, typer.Option(help="The data folder to write.")],
     recipe: Annotated[
@@ -250,17 +255,29 @@ def _show_manifest(path: Path, manifest: dict[str, Any], json: bool) -> None:
     words = f"{about.count('vocab_size')} pieces, transform {about.text('transform')}"
     title = f"{path}: {words}, {kind}"
     columns = ("split", "documents#", "tokens#", "bytes#", "bytes/token#", "changed documents#")
+    # Read in full before anything is printed: an error stands alone.
+    notes = list(_notes(fields))
     show_table(title, columns, rows)
-    if "tally" not in manifest:
-        return
-    tally = fields.table("tally")
-    names = ("repaired", "replaced_characters", "left_out_empty")
-    repaired, characters, left_out = map(tally.count, names)
-    if repaired or left_out:
-        OUT.print(
-            f"{repaired} documents repaired ({characters} characters), {left_out} empty ones "
-            "left out"
-        )
+    for note in notes:
+        OUT.print(one_line(note), markup=False, soft_wrap=True)
+
+
+def _notes(fields: Fields) -> Iterator[str]:
+    """What a manifest says beyond its counts, a line each."""
+    if "skipped" in fields.values:
+        skipped = fields.table("skipped")
+        kinds = ", ".join(f"{n:,.0f} {kind}" for kind, n in skipped.numbers("kinds").items())
+        first = ", ".join(skipped.texts("first")[:3])
+        yield f"{skipped.count('files'):,} files skipped ({kinds}), such as {first}"
+    if "tally" in fields.values:
+        tally = fields.table("tally")
+        names = ("repaired", "replaced_characters", "left_out_empty")
+        repaired, characters, left_out = map(tally.count, names)
+        if repaired or left_out:
+            yield (
+                f"{repaired} documents repaired ({characters} characters), {left_out} empty ones "
+                "left out"
+            )
 
 
 def _show_duplicates(path: Path, result: dict[str, Any]) -> None:

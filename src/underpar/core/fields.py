@@ -70,6 +70,13 @@ class Fields:
             raise self._wrong(key, "a list of objects")
         return [Fields(self.file, row, self.remedy) for row in rows]
 
+    def texts(self, key: str) -> list[str]:
+        """A list of strings."""
+        texts: list[str] = self._get(key, (list,), "a list")
+        if not all(isinstance(text, str) for text in texts):
+            raise self._wrong(key, "a list of strings")
+        return texts
+
     def _get(self, key: str, kinds: tuple[type, ...], expected: str) -> Any:
         value = self.values.get(key)
         if isinstance(value, bool) or not isinstance(value, kinds):

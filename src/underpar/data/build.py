@@ -1,5 +1,6 @@
 """Build a data folder: train or open a tokenizer, split by document, write the shards."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,10 +12,11 @@ from underpar.data.folder_writer import FolderWriter, new_data_folder
 from underpar.data.prepare import Job, Plan, prepare_all
 from underpar.data.sources.corpus import (
     Document,
+    Inputs,
     Reading,
     Tally,
     document_hash,
-    input_files,
+    list_inputs,
     read_documents,
     read_raw,
     split_of,
@@ -28,6 +30,9 @@ from underpar.errors import DataError
 
 BY_HASH = "val if the first 8 bytes of sha256(text), big-endian, are < fraction * 2^64"
 BY_FILE = "val if in an input marked val: the corpus's published split"
+
+# How many skipped files the manifest names.
+NUM_SKIPPED_NAMES = 10
 
 Progress = Callable[[str, int], None]
 # The share of documents held out by hash, or the files with the held-out documents.
@@ -84,7 +89,8 @@ def build_data(
 def _build(
     inputs: Sequence[Path], out: Path, options: BuildOptions, report: Progress
 ) -> dict[str, Any]:
-    sources = _describe_inputs(inputs, options)
+    groups = _list_groups(inputs, options)
+    sources = _describe_inputs(groups, options)
     content = _tokenizer_content(sources, options, report)
     tokenizer = open_tokenizer(content, options.transform)
     _check_vocab_size(tokenizer, options)
@@ -103,6 +109,7 @@ def _build(
         {
             "tool": f"underpar {__version__}",
             "inputs": [{**s, "documents": writer.ranges.get(s["path"], {})} for s in sources],
+            **_describe_skipped(groups),
             "split": {
                 "rule": BY_HASH if options.fraction else BY_FILE,
                 "fraction": options.fraction,
@@ -113,11 +120,14 @@ def _build(
     )
 
 
-def _describe_inputs(inputs: Sequence[Path], options: BuildOptions) -> list[dict[str, Any]]:
-    groups = {"train": inputs}
-    if not isinstance(options.holdout, float):
-        # Validation first, so that each training document can be checked against it.
-        groups = {"val": options.holdout, "train": inputs}
+def _list_groups(inputs: Sequence[Path], options: BuildOptions) -> dict[str, Inputs]:
+    if isinstance(options.holdout, float):
+        return {"train": list_inputs(inputs)}
+    # Validation first, so that each training document can be checked against it.
+    return {"val": list_inputs(options.holdout), "train": list_inputs(inputs)}
+
+
+def _describe_inputs(groups: dict[str, Inputs], options: BuildOptions) -> list[dict[str, Any]]:
     return [
         {
             "path": str(file),
@@ -126,9 +136,25 @@ def _describe_inputs(inputs: Sequence[Path], options: BuildOptions) -> list[dict
             "sha256": hash_file(file),
             "licence": options.licence,
         }
-        for split, paths in groups.items()
-        for file in input_files(paths)
+        for split, group in groups.items()
+        for file in group.files
     ]
+
+
+def _describe_skipped(groups: dict[str, Inputs]) -> dict[str, Any]:
+    """What the manifest says about files that were not read; nothing if all were."""
+    skipped = {file: why for group in groups.values() for file, why in group.skipped.items()}
+    if not skipped:
+        return {}
+    # Hidden files last: nobody misses them.
+    names = sorted(skipped, key=lambda file: skipped[file] == "hidden")
+    return {
+        "skipped": {
+            "files": len(skipped),
+            "kinds": dict(Counter(skipped.values()).most_common()),
+            "first": [str(file) for file in names[:NUM_SKIPPED_NAMES]],
+        }
+    }
 
 
 def labelled_documents(

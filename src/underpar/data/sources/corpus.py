@@ -1,5 +1,6 @@
 """Documents: read text, JSON-lines and parquet files; hash documents and split them by hash."""
 
+import codecs
 import gzip
 import hashlib
 import io
@@ -17,10 +18,24 @@ from underpar.data.sources.parquet import read_column
 from underpar.data.sources.zstd import open_zstd
 from underpar.errors import DataError
 
+# A file with one of these endings is one document: prose, markup and programs.
+TEXT_ENDINGS = (
+    *(".txt", ".text", ".md", ".markdown", ".rst", ".adoc", ".org", ".tex", ".log", ".srt"),
+    *(".html", ".htm", ".xhtml", ".xml", ".css", ".toml", ".yaml", ".yml", ".ini", ".cfg"),
+    *(".py", ".c", ".h", ".cc", ".cpp", ".hpp", ".java", ".js", ".ts", ".go", ".rs", ".rb", ".pl"),
+    *(".sh", ".sql", ".lua", ".r", ".jl", ".hs", ".swift", ".kt", ".scala", ".el", ".lisp"),
+)
+PACKINGS = (".xz", ".gz", ".zst")
 SUPPORTED_ENDINGS = (
-    *(kind + packing for kind in (".txt", ".jsonl") for packing in ("", ".xz", ".gz", ".zst")),
+    *(kind + packing for kind in (*TEXT_ENDINGS, ".jsonl") for packing in ("", *PACKINGS)),
     ".parquet",
 )
+_READABLE = (
+    "text (.txt, .md, .rst, .tex, .html, .py and the like), .jsonl, each also with .xz, .gz or "
+    ".zst, or .parquet"
+)
+# A file without an ending, such as LICENSE, is text if its first bytes are.
+SNIFFED_BYTES = 1 << 12
 # A longer line is refused before it is loaded: a document must fit into memory.
 MAX_DOCUMENT_BYTES = 1 << 28
 # Small enough that the words of a batch stay in the CPU caches.
@@ -29,6 +44,12 @@ BATCH_BYTES = 1 << 20
 REFUSE, REPAIR = "refuse", "repair"
 
 _REPLACEMENT = "\ufffd"
+# Byte order marks: a file that begins with one is in that encoding.
+_MARKS = {
+    codecs.BOM_UTF8: "utf-8",
+    codecs.BOM_UTF16_LE: "utf-16-le",
+    codecs.BOM_UTF16_BE: "utf-16-be",
+}
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -64,25 +85,39 @@ def demo_corpus() -> Path:
     return Path(str(resources.files("underpar").joinpath("data", "demo", "demo.jsonl.xz")))
 
 
-def input_files(paths: Sequence[Path]) -> list[Path]:
-    """`paths` as files: a folder is replaced by its supported files, recursively and sorted."""
-    files: list[Path] = []
+@dataclass(frozen=True)
+class Inputs:
+    """The files to read, in order, and why the other files of the named folders are skipped."""
+
+    files: list[Path]
+    skipped: dict[Path, str]
+
+
+def list_inputs(paths: Sequence[Path]) -> Inputs:
+    """The files of `paths`; a folder stands for the text files inside, recursively and sorted."""
+    inputs = Inputs([], {})
     for path in paths:
         if path.is_dir():
-            inside = sorted(file for file in path.rglob("*") if file.is_file() and _ending(file))
-            if not inside:
-                raise DataError(f"{path}: folder holds no file ending in {_endings_text()}")
-            files += inside
+            inside = sorted(file for file in path.rglob("*") if file.is_file())
+            reasons = {file: _why_skipped(file, path) for file in inside}
+            readable = [file for file, reason in reasons.items() if not reason]
+            if not readable:
+                raise DataError(f"{path}: folder holds no file that is {_READABLE}")
+            inputs.files.extend(readable)
+            inputs.skipped.update({file: reason for file, reason in reasons.items() if reason})
         elif not path.exists():
             raise DataError(f"{path}: no such file or folder")
-        elif not _ending(path):
-            raise DataError(f"{path}: unsupported ending, expected {_endings_text()}")
+        elif not _is_text(path):
+            raise DataError(
+                f"{path}: unsupported ending, expected {_READABLE}; if it is text, name it "
+                f"{path.name}.txt"
+            )
         else:
-            files.append(path)
-    for file, num_times in Counter(files).items():
+            inputs.files.append(path)
+    for file, num_times in Counter(inputs.files).items():
         if num_times > 1:
             raise DataError(f"{file}: named {num_times} times, name it once")
-    return files
+    return inputs
 
 
 @dataclass(frozen=True)
@@ -125,12 +160,12 @@ class Tally:
 def read_documents(paths: Sequence[Path], reading: Reading | None = None) -> Iterator[Document]:
     """Every document of the files and folders, in order.
 
-    A document is a .txt file, a line of a .jsonl file (an object) or a row of a .parquet file.
+    A document is a text file, a line of a .jsonl file (an object) or a row of a .parquet file.
     Lines and rows have the text in the field "text" or the named field; a line may have a "source".
     Text files may be compressed as .xz, .gz or .zst.
     """
     reading = reading or Reading()
-    for path in input_files(paths):
+    for path in list_inputs(paths).files:
         for batch in read_raw(path, reading.field):
             yield from parse(batch, reading, Tally())
 
@@ -151,24 +186,30 @@ def read_raw(path: Path, field: str = "text") -> Iterator[RawBatch]:
 
 
 def parse(batch: RawBatch, reading: Reading, tally: Tally) -> list[Document]:
-    """The documents of a batch; a bad document is refused by number, or repaired and counted."""
+    """The documents of a batch; a bad document is refused by number, or repaired and counted.
+
+    A byte order mark is not text. It is taken away, and its document counts as repaired.
+    """
     documents = []
     for number, record in enumerate(batch.records, start=batch.first):
         where = f"{batch.path}: {'line' if batch.is_json else 'document'} {number}"
         if batch.is_json and not record.strip():
             continue
         _check_length(len(record), where)
-        text, num_replaced = _decode(record, where, reading)
+        mark = next((m for m in _MARKS if number == 1 and record.startswith(m)), b"")
+        encoding = _MARKS.get(mark, "utf-8")
+        text, num_replaced = _decode(record[len(mark) :], encoding, where, reading)
         source = Path(batch.path).name
         if batch.is_json:
             text, source = _parse_line(text, reading.field, source, where)
         text, num_surrogates = _without_surrogates(text, where, reading)
         num_replaced += num_surrogates
+        is_repaired = num_replaced > 0 or mark != b""
         tally.documents += 1
-        tally.repaired += num_replaced > 0
+        tally.repaired += is_repaired
         tally.replaced_characters += num_replaced
         if text:
-            documents.append(Document(text, source, num_replaced > 0))
+            documents.append(Document(text, source, is_repaired))
         elif reading.bad_input == REPAIR:
             tally.left_out_empty += 1
         else:
@@ -180,8 +221,29 @@ def _ending(path: Path) -> str:
     return next((ending for ending in SUPPORTED_ENDINGS if path.name.endswith(ending)), "")
 
 
-def _endings_text() -> str:
-    return ", ".join(SUPPORTED_ENDINGS)
+def _why_skipped(file: Path, folder: Path) -> str:
+    """The kind of a file that is not read, or "" if it is read."""
+    if any(part.startswith(".") for part in file.relative_to(folder).parts):
+        return "hidden"
+    return "" if _is_text(file) else file.suffix or "without an ending"
+
+
+def _is_text(path: Path) -> bool:
+    """Whether a file is one to read: by its ending or, without one, by its first bytes."""
+    # The numbers of LICENSE-2.0 and of the manual page ls.1 are no endings.
+    if _ending(path) or not (path.suffix[1:].isdigit() or not path.suffix):
+        return _ending(path) != ""
+    try:
+        with path.open("rb") as stream:
+            first = stream.read(SNIFFED_BYTES)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error}") from error
+    try:
+        # The last character may be cut: that is no error before the last part.
+        codecs.getincrementaldecoder("utf-8")().decode(first)
+    except UnicodeDecodeError:
+        return False
+    return first != b"" and b"\0" not in first
 
 
 def _open(path: Path) -> io.BufferedIOBase:
@@ -224,17 +286,17 @@ def _check_length(num_bytes: int, where: str) -> None:
         raise DataError(f"{where}: document over {MAX_DOCUMENT_BYTES} bytes, split it first")
 
 
-def _decode(record: bytes, where: str, reading: Reading) -> tuple[str, int]:
+def _decode(record: bytes, encoding: str, where: str, reading: Reading) -> tuple[str, int]:
     try:
-        return record.decode("utf-8"), 0
+        return record.decode(encoding), 0
     except UnicodeDecodeError as error:
         if reading.bad_input == REFUSE:
             raise DataError(
-                f"{where}: invalid UTF-8 at byte {error.start + 1}, convert to UTF-8 first or "
-                "read with --bad-input repair"
+                f"{where}: invalid {encoding[:6].upper()} at byte {error.start + 1}, convert to "
+                "UTF-8 first or read with --bad-input repair"
             ) from error
-    text = record.decode("utf-8", "replace")
-    return text, text.count(_REPLACEMENT) - record.count(_REPLACEMENT.encode())
+    text = record.decode(encoding, "replace")
+    return text, text.count(_REPLACEMENT) - record.count(_REPLACEMENT.encode(encoding))
 
 
 def _without_surrogates(text: str, where: str, reading: Reading) -> tuple[str, int]:
