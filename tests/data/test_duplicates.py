@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +32,11 @@ class TextShard:
     """What a shard must offer here, one token a byte."""
 
     texts: list[str]
+
+    def parts(self, num_tokens: int) -> Iterator[tuple[int, "TextShard"]]:
+        """Two documents a part, whatever their length."""
+        for first in range(0, len(self.texts), 2):
+            yield first, TextShard(self.texts[first : first + 2])
 
     @property
     def num_documents(self) -> int:
@@ -147,6 +153,18 @@ def test_words_of_any_script_are_compared() -> None:
     assert near([text.replace("\u00e9", "e")], [text], threshold=0.5, shingle_words=3) == [
         NearPair(0, 0, 3 / 5, 3 / 4)
     ]
+
+
+def test_two_workers_find_what_one_finds() -> None:
+    words = [join(prose(name, 40)) for name in "abcdefg"]
+    train = [*words[:5], join([words[1], words[5]]), words[2][: len(words[2]) // 2], words[0]]
+    val = [words[5], words[1], "other words", words[2]]
+    alone, together = (
+        find_duplicates(TextShard(train), TextShard(val), decode, workers=workers)
+        for workers in (1, 2)
+    )
+    assert alone == together
+    assert alone[0] and alone[1]
 
 
 def test_bytes_that_are_not_text_do_not_stop_the_search() -> None:
@@ -270,7 +288,7 @@ def test_progress_counts_training_documents() -> None:
     calls: list[tuple[int, int]] = []
     train, val = TextShard(["a", "b", "c"]), TextShard(["d"])
     find_duplicates(train, val, decode, progress=lambda done, total: calls.append((done, total)))
-    assert calls == [(1, 3), (2, 3), (3, 3)]
+    assert calls == [(2, 3), (3, 3)]
 
 
 def test_the_audit_names_both_documents_and_is_json() -> None:

@@ -219,3 +219,27 @@ def test_the_writer_takes_no_document_without_bos(tmp_path: Path) -> None:
         with pytest.raises(AssertionError), ShardWriter(tmp_path / "a.shard", VOCAB_SIZE) as writer:
             writer.add(wrong)
     assert list(tmp_path.iterdir()) == []
+
+
+@given(
+    lengths=st.lists(st.integers(min_value=0, max_value=20), max_size=30),
+    num_tokens=st.integers(min_value=1, max_value=40),
+)
+def test_parts_are_the_shard_in_order_and_no_longer_than_asked(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], num_tokens: int
+) -> None:
+    path = tmp_path_factory.mktemp("parts") / "shard.bin"
+    shard = open_shard(write_shard(path, [[7] * n for n in lengths]), VOCAB_SIZE)
+    seen = 0
+    for first, part in shard.parts(num_tokens):
+        assert first == seen
+        assert part.num_documents > 0
+        for index in range(part.num_documents):
+            assert np.array_equal(part.doc(index), shard.doc(first + index))
+            assert part.doc_bytes[index] == shard.doc_bytes[first + index]
+            assert part.doc_hashes[index].tobytes() == shard.doc_hashes[first + index].tobytes()
+            assert part.flags[index] == shard.flags[first + index]
+        # Only the last document of a part may end beyond it.
+        assert part.starts[-1] < num_tokens
+        seen += part.num_documents
+    assert seen == shard.num_documents

@@ -11,7 +11,8 @@ import hashlib
 import math
 import unicodedata
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,14 @@ from underpar.audit.probes import pick_documents
 from underpar.build.levers import plug_levers
 from underpar.build.model import weight_shapes
 from underpar.data.build import labelled_documents
-from underpar.data.duplicates import NearSettings, exact_duplicates, find_duplicates
+from underpar.data.duplicates import (
+    PART_TOKENS,
+    NearPair,
+    NearSettings,
+    Overlap,
+    exact_duplicates,
+    find_duplicates,
+)
 from underpar.data.folder import (
     data_identity,
     data_sha256,
@@ -35,6 +43,7 @@ from underpar.data.shards import CHANGED, Shard
 from underpar.data.sources.corpus import Reading, is_held_out
 from underpar.data.tokens.tokenizer import Tokenizer
 from underpar.data.value_files import open_values
+from underpar.data.workers import map_in_order, workers_for
 from underpar.recipe import Recipe, read_recipe_file, to_toml, to_tree
 from underpar.score.ledger import Entry
 from underpar.score.method import PLAIN
@@ -161,6 +170,16 @@ def undecoded(shard: Shard, tokenizer: Tokenizer) -> tuple[int, int]:
     A lossy tokenizer changes the documents that the shard marks.
     """
     wrong = total = 0
+    start = partial(partial, _undecoded_of, tokenizer)
+    for _, found in map_in_order(start, shard.parts(PART_TOKENS), workers_for(shard.num_bytes)):
+        wrong += found[0]
+        total += found[1]
+    return wrong, total
+
+
+def _undecoded_of(tokenizer: Tokenizer, job: tuple[int, Shard]) -> tuple[int, int]:
+    shard = job[1]
+    wrong = total = 0
     for index in range(shard.num_documents):
         text = tokenizer.decode(shard.doc(index))
         total += len(text)
@@ -168,7 +187,7 @@ def undecoded(shard: Shard, tokenizer: Tokenizer) -> tuple[int, int]:
             continue
         digest = hashlib.sha256(text).digest()
         wrong += len(text) != shard.doc_bytes[index] or digest != shard.doc_hashes[index].tobytes()
-    return wrong, total
+    return int(wrong), total
 
 
 def _other_tokens(case: Case) -> list[str]:
@@ -246,11 +265,11 @@ def splits(case: Case) -> Finding:
     exact = exact_duplicates(data.train, data.val)
     if len(exact.across) > max_natural_copies(data.val.num_documents):
         wrong.append("too many exact copies")
-    inside, _ = find_duplicates(data.val, data.val, tokenizer.decode, COPIES)
+    inside, _ = _find_copies(case, data.val, data.val)
     num_repeats = len({pair.val for pair in inside if pair.train < pair.val})
     if num_repeats > max(1, NATURAL_SHARE * data.val.num_documents):
         wrong.append(f"{num_repeats} held-out documents repeat others")
-    pairs, overlaps = find_duplicates(data.train, data.val, tokenizer.decode, COPIES)
+    pairs, overlaps = _find_copies(case, data.train, data.val)
     quoted = _more_quoted(case)
     near, pieces = {pair.val for pair in pairs}, {overlap.val for overlap in overlaps}
     copied = near | pieces | {val for _, val in exact.across}
@@ -287,6 +306,14 @@ def splits(case: Case) -> Finding:
     return finding
 
 
+def _find_copies(
+    case: Case, train: Shard, val: Shard, settings: NearSettings = COPIES
+) -> tuple[list[NearPair], list[Overlap]]:
+    """Search a shard on all cores for what another has."""
+    decode, workers = case.data.tokenizer.decode, workers_for(train.num_bytes)
+    return find_duplicates(train, val, decode, settings, workers=workers)
+
+
 def _is_chosen(case: Case) -> bool:
     """Whether the held-out documents are those that somebody chose, and not expected ones."""
     return case.data.manifest["split"]["fraction"] is None and not case.limits.data_sha256
@@ -320,26 +347,18 @@ def _more_quoted(case: Case) -> float:
     """
     data, everything = case.data, replace(COPIES, threshold_containment=0.0)
     number = min(data.train.num_documents // 2, TRAINING_SAMPLE)
+    if min(number, data.val.num_documents) < 2:
+        return 0.0
     chosen = sorted(map(int, case.rng.choice(data.train.num_documents, number, replace=False)))
-    rest = _Others(**vars(data.train), left_out=frozenset(chosen))
+    others = np.setdiff1d(np.arange(data.train.num_documents), chosen).tolist()
+    rest, sample = (pick_documents(data.train, indices) for indices in (others, chosen))
     shares = []
-    for train, shard in ((data.train, data.val), (rest, pick_documents(data.train, chosen))):
+    for train, shard in ((data.train, data.val), (rest, sample)):
         share = np.zeros(shard.num_documents)
-        for overlap in find_duplicates(train, shard, data.tokenizer.decode, everything)[1]:
+        for overlap in _find_copies(case, train, shard, everything)[1]:
             share[overlap.val] = overlap.share
         shares.append(share)
     return _sigmas_above(shares[0], shares[1])
-
-
-@dataclass(frozen=True, eq=False)
-class _Others(Shard):
-    """A shard in which some documents are empty."""
-
-    left_out: frozenset[int]
-
-    def doc(self, index: int) -> np.ndarray:
-        """Tokens of one document."""
-        return super().doc(index)[: 1 if index in self.left_out else None]
 
 
 def _sigmas_above(ours: np.ndarray, theirs: np.ndarray) -> float:

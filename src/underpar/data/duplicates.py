@@ -12,15 +12,19 @@ import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from underpar.data.shards import Shard
+from underpar.data.workers import map_in_order
 from underpar.errors import DataError
 
 NUM_WORST = 50
+# Training is searched in parts of about so many tokens: a few seconds each.
+PART_TOKENS = 1 << 20
 
 _WORD = re.compile(r"\w+")
 # Bounds of the table of known words: a full table is emptied, longer words are not stored.
@@ -137,24 +141,29 @@ def find_duplicates(
     decode: Decode,
     settings: NearSettings = DEFAULTS,
     progress: Progress | None = None,
+    workers: int = 1,
 ) -> tuple[list[NearPair], list[Overlap]]:
     """Near pairs (most similar first) and overlaps (largest share first), from one pass.
+
+    Parts of training are searched on so many processes; the result does not depend on their number.
 
     A pair counts if its similarity is at least `threshold`; exact copies count too. An overlap
     counts if its share is above `threshold_containment`. A document of fewer words than a shingle
     is one shingle; a document without words has none. Passages shorter than a shingle are not
     found, unless both documents consist of nothing else.
     """
-    # Reading takes longer than both searches together, so they share one pass.
-    known_words = _WordHashes()
-    val_words = list(_read_words(val, decode, known_words))
-    near, overlap = _NearFinder(val_words, settings), _OverlapFinder(val_words, settings)
-    for index, words in enumerate(_read_words(train, decode, known_words)):
-        near.visit(index, words)
-        overlap.visit(index, words)
+    val_words = list(_read_words(val, decode, _WordHashes()))
+    overlaps = _Overlaps(len(val_words))
+    pairs: list[NearPair] = []
+    start = partial(_Search, val_words, decode, settings)
+    for (first, part), found in map_in_order(start, train.parts(PART_TOKENS), workers):
+        pairs += found.pairs
+        overlaps.add(found)
         if progress is not None:
-            progress(index + 1, train.num_documents)
-    return near.pairs(), overlap.overlaps()
+            progress(first + part.num_documents, train.num_documents)
+    pairs.sort(key=lambda pair: (-pair.similarity, pair.train, pair.val))
+    table = _ShingleTable(val_words, settings.containment_words, settings.any_order)
+    return pairs, overlaps.found(table, settings.threshold_containment)
 
 
 def audit_duplicates(
@@ -163,10 +172,11 @@ def audit_duplicates(
     decode: Decode,
     settings: NearSettings = DEFAULTS,
     progress: Progress | None = None,
+    workers: int = 1,
 ) -> dict[str, Any]:
     """Counts and worst cases of all three kinds, ready for JSON; reads the texts once."""
     exact = exact_duplicates(train, val)
-    pairs, overlaps = find_duplicates(train, val, decode, settings, progress)
+    pairs, overlaps = find_duplicates(train, val, decode, settings, progress, workers)
 
     def name(train_index: int, val_index: int) -> dict[str, Any]:
         return {
@@ -256,54 +266,82 @@ class _ShingleTable:
         return _join_ranges(*(np.searchsorted(self._hashes, likely, side) for side in _SIDES))
 
 
-class _NearFinder:
-    def __init__(self, val_words: Sequence[Hashes], settings: NearSettings) -> None:
-        self._table = _ShingleTable(val_words, settings.shingle_words, settings.any_order)
-        self._thresholds = settings.threshold, settings.threshold_shared
-        self._pairs: list[NearPair] = []
+@dataclass(frozen=True)
+class _Found:
+    """What one part of training shares with validation, whose documents are D."""
 
-    def visit(self, index: int, words: Hashes) -> None:
-        """Compare a training document with all of validation."""
-        shingles = self._table.shingles(words)
-        rows = self._table.find(shingles)
-        owners, num_common = np.unique(self._table.owners[rows], return_counts=True)
-        shared = num_common / self._table.sizes[owners]
-        similarity = num_common / (len(shingles) + self._table.sizes[owners] - num_common)
-        least, least_shared = self._thresholds
-        for i in np.flatnonzero((similarity >= least) | (shared >= least_shared)):
-            pair = NearPair(index, int(owners[i]), float(similarity[i]), float(shared[i]))
-            self._pairs.append(pair)
-
-    def pairs(self) -> list[NearPair]:
-        """The pairs found so far, most similar first."""
-        return sorted(self._pairs, key=lambda pair: (-pair.similarity, pair.train, pair.val))
+    pairs: list[NearPair]
+    rows: Indices  # of the table of overlaps: the shingles that occur in the part
+    most_common: Indices  # (D,) the most shingles that one document of the part shares
+    most_common_in: Indices  # (D,) the first document that does
 
 
-class _OverlapFinder:
-    def __init__(self, val_words: Sequence[Hashes], settings: NearSettings) -> None:
-        self._table = _ShingleTable(val_words, settings.containment_words, settings.any_order)
-        self._threshold = settings.threshold_containment
-        self._is_seen = np.zeros(len(self._table.owners), dtype=bool)  # (R,)
-        self._most_common = np.zeros(len(val_words), dtype=np.int64)  # (D,)
-        self._most_common_in = np.zeros(len(val_words), dtype=np.int64)  # (D,)
+class _Search:
+    """Compare parts of training with all of validation: near pairs and overlaps.
 
-    def visit(self, index: int, words: Hashes) -> None:
-        """Compare a training document with all of validation."""
-        rows = self._table.find(self._table.shingles(words))
-        self._is_seen[rows] = True
-        owners, num_common = np.unique(self._table.owners[rows], return_counts=True)
-        is_more = num_common > self._most_common[owners]
-        self._most_common[owners[is_more]] = num_common[is_more]
-        self._most_common_in[owners[is_more]] = index
+    Reading takes longer than both searches together, so they share one pass.
+    """
 
-    def overlaps(self) -> list[Overlap]:
-        """The overlaps with the documents visited so far, worst first."""
-        num_seen = np.bincount(self._table.owners[self._is_seen], minlength=len(self._most_common))
+    def __init__(self, val_words: Sequence[Hashes], decode: Decode, settings: NearSettings) -> None:
+        self._decode, self._settings = decode, settings
+        self._known_words = _WordHashes()
+        self._near = _ShingleTable(val_words, settings.shingle_words, settings.any_order)
+        self._overlap = _ShingleTable(val_words, settings.containment_words, settings.any_order)
+
+    def __call__(self, job: tuple[int, Shard]) -> _Found:
+        first, part = job
+        num_val = len(self._overlap.sizes)
+        most_common, most_common_in = (np.zeros(num_val, dtype=np.int64) for _ in range(2))
+        is_seen = np.zeros(len(self._overlap.owners), dtype=bool)  # (R,)
+        pairs: list[NearPair] = []
+        for index, words in enumerate(_read_words(part, self._decode, self._known_words), first):
+            pairs += self._pairs(index, words)
+            rows = self._overlap.find(self._overlap.shingles(words))
+            is_seen[rows] = True
+            owners, num_common = np.unique(self._overlap.owners[rows], return_counts=True)
+            is_more = num_common > most_common[owners]
+            most_common[owners[is_more]] = num_common[is_more]
+            most_common_in[owners[is_more]] = index
+        return _Found(pairs, np.flatnonzero(is_seen), most_common, most_common_in)
+
+    def _pairs(self, index: int, words: Hashes) -> list[NearPair]:
+        shingles = self._near.shingles(words)
+        rows = self._near.find(shingles)
+        owners, num_common = np.unique(self._near.owners[rows], return_counts=True)
+        shared = num_common / self._near.sizes[owners]
+        similarity = num_common / (len(shingles) + self._near.sizes[owners] - num_common)
+        is_near = similarity >= self._settings.threshold
+        is_near |= shared >= self._settings.threshold_shared
+        return [
+            NearPair(index, int(owners[i]), float(similarity[i]), float(shared[i]))
+            for i in np.flatnonzero(is_near)
+        ]
+
+
+class _Overlaps:
+    """The overlaps of validation with all parts of training, which are added in order."""
+
+    def __init__(self, num_val: int) -> None:
+        self._rows: list[Indices] = [np.empty(0, dtype=np.int64)]
+        self._most_common = np.zeros(num_val, dtype=np.int64)  # (D,)
+        self._most_common_in = np.zeros(num_val, dtype=np.int64)  # (D,)
+
+    def add(self, found: _Found) -> None:
+        """Add what a part shares."""
+        self._rows.append(found.rows)
+        is_more = found.most_common > self._most_common
+        self._most_common[is_more] = found.most_common[is_more]
+        self._most_common_in[is_more] = found.most_common_in[is_more]
+
+    def found(self, table: "_ShingleTable", threshold: float) -> list[Overlap]:
+        """The overlaps above a share, worst first."""
+        seen = np.unique(np.concatenate(self._rows))
+        num_seen = np.bincount(table.owners[seen], minlength=len(self._most_common))
         # A document without words has 0 of 0 shingles: share 0.
-        shares = num_seen / np.maximum(self._table.sizes, 1)
+        shares = num_seen / np.maximum(table.sizes, 1)
         overlaps = [
             Overlap(int(val), float(shares[val]), int(self._most_common_in[val]))
-            for val in np.flatnonzero(shares > self._threshold)
+            for val in np.flatnonzero(shares > threshold)
         ]
         return sorted(overlaps, key=lambda overlap: (-overlap.share, overlap.val))
 

@@ -6,13 +6,9 @@ process can take any batch: on all cores of one machine, or inside another engin
 """
 
 import hashlib
-import multiprocessing
-import os
-import threading
-from collections import deque
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -21,10 +17,7 @@ from underpar.data.shards import CHANGED, REPAIRED, Columns, token_dtype
 from underpar.data.sources.corpus import RawBatch, Reading, Tally, parse, split_of
 from underpar.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from underpar.data.tokens.words import Pieces
-from underpar.errors import DataError
-
-# Batches in flight per worker: one in work, one waiting, one being written.
-_AHEAD = 3
+from underpar.data.workers import map_in_order
 
 
 @dataclass(frozen=True)
@@ -103,47 +96,9 @@ Job = tuple[RawBatch, str]
 
 def prepare_all(plan: Plan, jobs: Iterable[Job], workers: int) -> Iterator[tuple[Job, Prepared]]:
     """Every job with its columns, in order, on `workers` processes (1: in this process)."""
-    if workers < 1:
-        raise DataError(f"workers is {workers}, expected at least 1")
-    if workers == 1:
-        preparer = Preparer(plan)
-        for job in jobs:
-            yield job, preparer.prepare(*job)
-        return
-    # Spawned processes: a fork of a process with threads may hang.
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(plan,))
-    waiting: deque[tuple[Job, Future[Prepared]]] = deque()
-    try:
-        for job in jobs:
-            waiting.append((job, pool.submit(_run_job, job)))
-            if len(waiting) >= _AHEAD * workers:
-                done, future = waiting.popleft()
-                yield done, future.result()
-        while waiting:
-            done, future = waiting.popleft()
-            yield done, future.result()
-    finally:
-        pool.shutdown(cancel_futures=True)
+    return map_in_order(partial(_start, plan), jobs, workers)
 
 
-_preparer: Preparer | None = None
-
-
-def _start_worker(plan: Plan) -> None:
-    global _preparer
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    _preparer = Preparer(plan)
-
-
-def _end_with_parent() -> None:
-    # A worker of a killed process would wait for its next job forever.
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
-
-
-def _run_job(job: Job) -> Prepared:
-    assert _preparer is not None
-    return _preparer.prepare(*job)
+def _start(plan: Plan) -> Callable[[Job], Prepared]:
+    preparer = Preparer(plan)
+    return lambda job: preparer.prepare(*job)

@@ -22,6 +22,7 @@ import os
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -77,6 +78,27 @@ class Shard:
         is_last = index + 1 == self.num_documents
         end = self.num_tokens if is_last else int(self.starts[index + 1])
         return self.tokens[int(self.starts[index]) : end]
+
+    def parts(self, num_tokens: int) -> Iterator[tuple[int, "Shard"]]:
+        """The shard cut at starts of documents, about so many tokens a part.
+
+        Each part comes with the index of its first document.
+        """
+        cuts = np.searchsorted(self.starts, np.arange(0, self.num_tokens, num_tokens))
+        firsts = np.unique(np.append(cuts, self.num_documents)).tolist()
+        for first, end in pairwise(firsts):
+            begin = int(self.starts[first])
+            stop = int(self.starts[end]) if end < self.num_documents else self.num_tokens
+            yield (
+                first,
+                Shard(
+                    tokens=self.tokens[begin:stop],
+                    starts=self.starts[first:end] - begin,
+                    doc_bytes=self.doc_bytes[first:end],
+                    doc_hashes=self.doc_hashes[first:end],
+                    flags=self.flags[first:end],
+                ),
+            )
 
 
 @dataclass(frozen=True, eq=False)

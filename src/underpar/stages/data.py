@@ -12,6 +12,7 @@ from underpar.data.duplicates import NearSettings, audit_duplicates
 from underpar.data.folder import load_data
 from underpar.data.published.exchange import ImportOptions, import_published
 from underpar.data.sources.fetch import FetchOptions, FetchSummary, fetch
+from underpar.data.workers import workers_for
 from underpar.recipe import Recipe
 
 
@@ -53,8 +54,9 @@ def audit_data(folder: Path, settings: NearSettings, progress: Progress = SILENT
         def on_progress(done: int, total: int) -> None:
             task.update(done, f"{done:,} training documents")
 
+        workers = workers_for(data.train.num_bytes)
         result = audit_duplicates(
-            data.train, data.val, data.tokenizer.decode, settings, on_progress
+            data.train, data.val, data.tokenizer.decode, settings, on_progress, workers
         )
     exact, near = result["exact"]["num_across"], result["near"]["num_pairs"]
     overlap = result["overlap"]["num_val_documents"]
