@@ -15,6 +15,7 @@ SCHEMES = [
     "int6",
     "int6:12.85",
     "int8",
+    "int8/0",
     "clip5",
     "gptq6:12.85",
     "gptq7:14+awq",
@@ -92,6 +93,8 @@ def draw_artifact(seed: int = 0, shape: tuple[int, int] = MATRIX) -> Artifact:
     }
     tensors["scalar"] = draw_tensor("fp16", (), rng)
     tensors["vector"] = draw_tensor("int8", (9,), rng)
+    tensors["gate"] = draw_tensor("int8", (3, 2, 4), rng)
+    tensors["slabs"] = draw_tensor("int8/1", (3, 2, 4), rng)
     tensors["cube"] = draw_tensor("ternary:2", (3, 2, 4), rng)
     names = [name for name in tensors if "gri" in name]
     activations = {name: int(rng.integers(-100, 100)) for name in names}

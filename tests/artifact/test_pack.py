@@ -89,7 +89,7 @@ def test_round_trip_of_the_small_tensors_of_a_model() -> None:
     tensors = {
         f"{text} {shape}": draw_tensor(text, shape, rng)
         for shape in SMALL
-        for text in ("fp16", "int8", "clip4", "int5:12")
+        for text in ("fp16", "int8", "int8/1", "clip4", "int5:12")
         if shape or text == "fp16"
     }
     artifact = artifact_of(tensors)

@@ -121,13 +121,13 @@ def test_the_forecast_of_a_recipe_agrees() -> None:
         assert live == pytest.approx(before, rel=0.005)
 
 
-@pytest.mark.parametrize("rule", ["int6:12.85", "int2", "clip4", "ternary:8", "int8:20"])
+@pytest.mark.parametrize("rule", ["int6:12.85", "int2", "clip4", "ternary:8", "int8:20", "int8/1"])
 @pytest.mark.parametrize("shape", [(40, 24), (3, 5, 8), (24,), (7, 8)])
 def test_steps_are_those_of_the_packer(rule: str, shape: tuple[int, ...]) -> None:
     scheme = parse_scheme(rule)
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(3))
-    rows = tensor_rows(weight, scheme.group)
-    expected = as_rows(weight.numpy(), scheme.group)
+    rows = tensor_rows(weight, scheme)
+    expected = as_rows(weight.numpy(), scheme)
     assert np.array_equal(rows.numpy(), expected)
     steps = tensor_steps(rows, scheme).numpy()[:, 0]
     assert steps == pytest.approx(stored_steps(expected, scheme), rel=2**-10)
@@ -136,7 +136,7 @@ def test_steps_are_those_of_the_packer(rule: str, shape: tuple[int, ...]) -> Non
 def test_one_column_and_runs_that_do_not_fit_have_a_size() -> None:
     column = torch.tensor([[31.0], [62.0]])
     assert tensor_steps(column, parse_scheme("int6:12.85")).tolist() == [[1.0], [2.0]]
-    assert tensor_rows(torch.ones(3, 5), 4).shape == (3, 5)
+    assert tensor_rows(torch.ones(3, 5), parse_scheme("ternary:4")).shape == (3, 5)
 
 
 def test_rounding_with_feedback_counts_like_plain_rounding() -> None:

@@ -14,11 +14,11 @@ from underpar.quant.schemes import Scheme, dequantize, parse_scheme
 
 WEIGHTS = hnp.arrays(
     np.float32,
-    hnp.array_shapes(min_dims=1, max_dims=2, max_side=9),
+    hnp.array_shapes(min_dims=1, max_dims=3, max_side=7),
     elements=st.floats(-100, 100, width=32),
 )
 SCHEMES = st.sampled_from(
-    ["fp16", "int8", "int6", "int6:12.85", "int2", "int5:6", "clip6", "clip2", "ternary:1"]
+    ["fp16", "int8", "int6", "int6:12.85", "int8/0", "int5:6/1", "clip6", "clip2", "ternary:1"]
 )
 
 
@@ -113,11 +113,32 @@ def test_runs_must_fill_rows(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "group", "rows"),
-    [((4, 6), 0, (4, 6)), ((6,), 0, (1, 6)), ((), 0, (1, 1)), ((2, 3, 6), 0, (2, 18))],
+    ("shape", "scheme", "rows"),
+    [
+        ((4, 6), "int8", (4, 6)),
+        ((6,), "int8", (1, 6)),
+        ((), "int8", (1, 1)),
+        ((11, 8, 12), "int8", (88, 12)),
+        ((11, 8, 12), "int8/1", (11, 96)),
+        ((11, 8, 12), "int8/0", (1, 1056)),
+        ((6,), "int8/0", (1, 6)),
+        ((2, 3, 6), "ternary:2", (18, 2)),
+    ],
 )
-def test_any_tensor_has_rows(shape: tuple[int, ...], group: int, rows: tuple[int, int]) -> None:
-    assert as_rows(np.ones(shape), group).shape == rows
+def test_any_tensor_has_rows(shape: tuple[int, ...], scheme: str, rows: tuple[int, int]) -> None:
+    assert as_rows(np.ones(shape), parse_scheme(scheme)).shape == rows
+
+
+def test_a_gate_has_a_step_per_head() -> None:
+    """PR 2014: symmetric int8, the step of a row from its largest value."""
+    gate = np.random.default_rng(5).standard_normal((11, 8, 12)).astype(np.float32)
+    gate[3, 2] *= 1000
+    tensor = round_tensor(gate, parse_scheme("int8"))
+    largest = np.abs(gate).max(axis=-1).reshape(-1)
+    assert tensor.steps.tobytes() == (largest / 127).astype(np.float16).tobytes()
+    error = np.abs(dequantize(tensor) - gate).reshape(88, 12)
+    # A head with large values does not coarsen the other heads of its layer.
+    assert (error <= largest[:, None] / 127 * 0.51).all()
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

@@ -30,6 +30,15 @@ def test_shipped_rules_cover_every_tensor(name: str) -> None:
     check_rules(shapes, recipe.quant.rules)
 
 
+@pytest.mark.parametrize(("name", "num_steps"), [("pr2014", 88), ("h200-300s", 11)])
+def test_gates_have_a_step_per_head_as_published_or_per_layer(name: str, num_steps: int) -> None:
+    recipe = load_recipe(name)
+    shapes, gate = weight_shapes(recipe), "levers.sparse_attn_gate.gate"
+    scheme = match_rules([gate], recipe.quant.rules)[gate]
+    assert shapes[gate] == (11, 8, 12)
+    assert scheme.bits == 8 and scheme.num_halves(shapes[gate]) == num_steps
+
+
 def test_tensors_come_in_name_order() -> None:
     weights = {name: np.ones((2, 2), np.float32) for name in ("b", "a")}
     assert list(quantize_model(weights, ["* int4"])) == ["a", "b"]

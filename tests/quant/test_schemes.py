@@ -10,12 +10,24 @@ from underpar.quant.lowrank import Factor, LowRank
 from underpar.quant.schemes import QuantizedTensor, Scheme, dequantize, parse_scheme, steps_of
 
 NAMES = [
-    *("fp16", "int6", "int7:14", "int6:12.85", "int6:12.8512345", "clip6", "gptq6:12.85", "gptq7"),
+    *(
+        "fp16",
+        "int6",
+        "int7:14",
+        "int6:12.85",
+        "int6:12.8512345",
+        "int8/0",
+        "int6:12.85/3",
+        "clip6",
+        "gptq6:12.85",
+        "gptq7",
+    ),
     *("gptq7:14+awq", "ternary:128", "grid1", "grid8", "grid64+columns"),
 ]
 ODD = [
     *("int9", "int1", "int", "float", "int6:x", "int6:-1", "int6:inf", "int6:1000", "clip6:3"),
     *("int6+awq", "clip6+awq", "gptq9:3", "gptq", "ternary", "ternary:0", "ternary:1000000"),
+    *("int8/4", "int8/", "clip6/1", "gptq6:12/1", "int8/1+awq"),
     *("grid", "grid2", "grid8+rows", "grid8+awq", "", "fp16:2", "gptq7:14+awq+awq"),
 ]
 
@@ -51,6 +63,9 @@ def test_only_some_need_inputs(text: str) -> None:
         ("fp16", (), 1, 0),
         ("int6:12", (4, 6), 4, 0),
         ("int8", (6,), 1, 0),
+        ("int8", (11, 8, 12), 88, 0),
+        ("int8/1", (11, 8, 12), 11, 0),
+        ("int8/0", (11, 8, 12), 1, 0),
         ("clip6", (4, 6), 4, 0),
         ("gptq6:12", (4, 6), 4, 0),
         ("gptq6:12+awq", (4, 6), 4, 6),

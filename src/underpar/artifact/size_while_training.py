@@ -75,7 +75,7 @@ class SizeForecast:
             if scheme.is_half:
                 halves.append(weight.half().flatten())
                 continue
-            rows = tensor_rows(weight, scheme.group)
+            rows = tensor_rows(weight, scheme)
             steps = tensor_steps(rows, scheme)
             halves.append(steps.flatten())
             table[-1] |= _code(rows, steps.float(), scheme.limit, self.most_counted)
@@ -91,12 +91,12 @@ class SizeForecast:
         return sum(math.prod(self.shapes[n]) for n, s in self.schemes.items() if s.states)
 
 
-def tensor_rows(weight: Tensor, group: int) -> Tensor:
-    """A matrix of rows, or of runs of `group` weights; one row for a vector."""
+def tensor_rows(weight: Tensor, scheme: Scheme) -> Tensor:
+    """A matrix, of which every row has one step."""
     # If the runs do not divide the rows, packing refuses them; the forecast does not.
-    if group and weight.numel() % group == 0:
-        return weight.reshape(-1, group)
-    return weight.flatten(1) if weight.ndim > 1 else weight.reshape(1, -1)
+    if weight.numel() % (scheme.group or 1):
+        scheme = Scheme(scheme.bits)
+    return weight.reshape(scheme.num_halves(weight.shape), -1)
 
 
 def tensor_steps(rows: Tensor, scheme: Scheme) -> Tensor:

@@ -98,7 +98,7 @@ def _rounded(weights: Sequence[Tensor], settings: Settings) -> Iterator[None]:
 def round_rows(weight: Tensor, bits: int, sigmas: float) -> Tensor:
     """The weight as the scheme intB:k stores it, or intB where `sigmas` is 0."""
     limit = 2 ** (bits - 1) - 1
-    rows = weight.flatten(1)  # (R, C)
+    rows = weight.flatten(0, -2)  # (R, C)
     steps = row_steps(rows, limit, sigmas)[:, None].half().to(rows.dtype)
     codes = (rows / steps).round().clamp(-limit, limit)
     return (codes * steps).view_as(weight)

@@ -22,23 +22,22 @@ def round_tensor(weight: np.ndarray, scheme: Scheme) -> QuantizedTensor:
         if not np.isfinite(halves).all():
             raise ArtifactError("a weight is too large for fp16; give its tensor an int scheme")
         return QuantizedTensor(shape, scheme, halves)
-    rows = as_rows(weight, scheme.group)
+    rows = as_rows(weight, scheme)
     steps = stored_steps(rows, scheme)
     codes = np.rint(rows / steps.astype(np.float32)[:, None])
     codes = np.clip(codes, -scheme.limit, scheme.limit).astype(np.int8)
     return QuantizedTensor(shape, scheme, steps, codes)
 
 
-def as_rows(weight: np.ndarray, group: int = 0) -> np.ndarray:
-    """A tensor as an fp32 matrix: its rows, or runs of `group` weights; a vector is one row."""
+def as_rows(weight: np.ndarray, scheme: Scheme) -> np.ndarray:
+    """A tensor as an fp32 matrix, of which every row has one step."""
     row = weight.shape[-1] if weight.ndim else 1
-    if group and row % group:
+    if scheme.group and row % scheme.group:
         raise RecipeError(
-            f"ternary:{group} for a tensor of shape {tuple(weight.shape)}: rows of {row} weights "
-            f"are not whole runs of {group}; choose a divisor of {row}"
+            f"{scheme} for a tensor of shape {tuple(weight.shape)}: rows of {row} weights "
+            f"are not whole runs of {scheme.group}; choose a divisor of {row}"
         )
-    num_rows = weight.shape[0] if weight.ndim > 1 else 1
-    return weight.astype(np.float32).reshape(-1 if group else num_rows, group or -1)
+    return weight.astype(np.float32).reshape(scheme.num_halves(weight.shape), -1)
 
 
 def stored_steps(rows: np.ndarray, scheme: Scheme) -> np.ndarray:

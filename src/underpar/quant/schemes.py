@@ -6,6 +6,7 @@ The dequantized weights are exactly those that are scored.
     intB:k          integers of B bits and one fp16 step per row, step = k * std / (2^(B-1) - 1):
                     the SD-clip rule of PR 1394. The step sets entropy and error; B only clips
     intB            the same with the step from the largest value of the row
+    intB/A          the same with one step for each index of the first A axes (0: one step)
     clipB           the same with the step from the best of a few clipping points (`clip_search`)
     gptqB:k         steps of intB:k, rounded with error feedback (`gptq`)
     gptqB:k+awq     the same with finer steps in some columns (`awq`)
@@ -13,6 +14,8 @@ The dequantized weights are exactly those that are scored.
     gridS           log steps by row, set by sensitivity (`allocate`), and a trellis of S states
                     (1: no trellis)
     gridS+columns   the same with log steps by column too
+
+A row runs along the last axis; a vector or scalar is one row.
 
 rounding.py and solve.py round weights to these schemes.
 """
@@ -32,7 +35,8 @@ from underpar.quant.lowrank import LowRank
 from underpar.quant.trellis import STATES
 
 _SCHEME = re.compile(
-    r"(?P<form>int|clip|gptq)(?P<bits>[2-8])(:(?P<sigmas>\d+(\.\d+)?))?(?P<awq>\+awq)?"
+    r"(?P<form>int|clip|gptq)(?P<bits>[2-8])(:(?P<sigmas>\d+(\.\d+)?))?"
+    r"(/(?P<axes>[0-3]))?(?P<awq>\+awq)?"
     r"|ternary:(?P<group>[1-9]\d{0,5})"
     r"|grid(?P<states>\d+)(?P<columns>\+columns)?"
 )
@@ -53,6 +57,8 @@ class Scheme:
     states: int = 0
     columns: bool = False
     """Whether log steps by column are stored too."""
+    axes: int = -1
+    """Weights with the same indices in the axes before this one share a step."""
 
     @property
     def limit(self) -> int:
@@ -77,7 +83,7 @@ class Scheme:
             return math.prod(shape)
         if self.group:
             return math.prod(shape) // self.group
-        return int(shape[0]) if len(shape) > 1 else 1
+        return math.prod(shape[: self.axes])
 
     def num_indices(self, shape: Sequence[int]) -> int:
         """How many log steps a tensor stores: rows, then columns."""
@@ -93,7 +99,8 @@ class Scheme:
             return "fp16"
         # repr keeps every digit: the name is what the artifact stores.
         width = f":{self.sigmas!r}".removesuffix(".0") if self.sigmas else ""
-        return f"{self.form}{self.bits}{width}" + ("+awq" if self.columns else "")
+        axes = f"/{self.axes}" if self.axes >= 0 else ""
+        return f"{self.form}{self.bits}{width}{axes}" + ("+awq" if self.columns else "")
 
 
 def parse_scheme(text: str) -> Scheme:
@@ -104,18 +111,25 @@ def parse_scheme(text: str) -> Scheme:
     parts = match.groupdict() if match else {}
     states, sigmas = int(parts.get("states") or 0), float(parts.get("sigmas") or 0)
     form, group = parts.get("form") or "int", int(parts.get("group") or 0)
-    misused = (form == "clip" and sigmas) or (parts.get("awq") and form != "gptq")
+    axes = parts.get("axes")
+    misused = (
+        (form == "clip" and sigmas)
+        or (form != "int" and axes)
+        or (form != "gptq" and parts.get("awq"))
+    )
     if not match or misused or sigmas >= 1000 or (parts["states"] and states not in STATES):
         raise RecipeError(
-            f"scheme {text!r}: expected fp16, int2 ... int8, int6:12.85, clip6, gptq6:12.85, "
-            f"gptq7:14+awq, ternary:128, or grid with {', '.join(map(str, STATES))} states, as in "
-            "grid8+columns"
+            f"scheme {text!r}: expected fp16, int2 ... int8, int6:12.85, int8/1, clip6, "
+            f"gptq6:12.85, gptq7:14+awq, ternary:128, or grid with {', '.join(map(str, STATES))} "
+            "states, as in grid8+columns"
         )
     if states:
         return Scheme(states=states, columns=bool(parts["columns"]))
     if group:
         return Scheme(bits=2, group=group)
-    return Scheme(int(parts["bits"]), sigmas, form, columns=bool(parts["awq"]))
+    return Scheme(
+        int(parts["bits"]), sigmas, form, columns=bool(parts["awq"]), axes=int(axes or -1)
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -118,7 +118,7 @@ class Solver:
             columns = None
             if scheme.columns:
                 columns = np.where(self._protected(name, weight), FINER, 0).astype(np.int16)
-            halves = stored_steps(as_rows(weight), scheme)
+            halves = stored_steps(as_rows(weight, scheme), scheme)
             tensor = QuantizedTensor(weight.shape, scheme, halves, columns=columns)
         return Task(name, weight, tensor)
 
