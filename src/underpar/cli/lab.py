@@ -391,3 +391,28 @@ def lab_seeds(
 
     chart = write_results(out, [RunFolder(run) for run in runs])
     show_json({"section": str(out), "chart": str(chart)}) if json else typer.echo(f"{out}\n{chart}")
+
+
+@lab_app.command("results")
+def lab_results(
+    out: Annotated[Path, typer.Argument(metavar="OUT.md", help="The Markdown file to write.")],
+    runs: Annotated[
+        list[str], typer.Argument(metavar="[NAME=]RUN...", help="Run folders of any recipes.")
+    ],
+    public: Annotated[
+        Path | None, typer.Option(help="A TOML file of public runs in place of the shipped one.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """One table about runs of several recipes, with the columns of PR 2014's table.
+
+    \b
+    underpar lab results OUT.md h200-300s=runs/1 h200-300s=runs/2 pr1219=runs/a
+
+    Runs that differ only in their seed share a mean and two deviations: sample and population.
+    Public runs on the same text stand below. Folders may be copies without weights.
+    """
+    from underpar.lab.results import PUBLIC_RUNS, write_results
+
+    write_results(out, runs, public or PUBLIC_RUNS)
+    show_json({"page": str(out)}) if json else typer.echo(out)

@@ -106,17 +106,22 @@ def read_result(folder: RunFolder) -> Result:
     """The figures of a finished run, whether packed and scored or not yet."""
     run, recipe = gather(folder), folder.read_recipe()
     about, end = map(folder.read_fields, (folder.about_file, folder.validation_file))
-    for name in run.stale_files():
-        raise RunError(f"{folder.path / name} is of another artifact; run its stage again")
-    for method, result in run.scores.items():
-        if result.data_identity != about.text("data_identity"):
-            raise RunError(f"{folder.score_file(method)} is of other text; score on the run's data")
+    refuse_others(folder, run, about.text("data_identity"))
     lines = [Fields(folder.metrics_file, line) for line in folder.metrics()]
     live, average = (
         (*_points(lines, key), *_points([end], last))
         for key, last in (("val_bpb", "live_bpb"), ("average_val_bpb", "average_bpb"))
     )
     return Result(run, recipe, about, _figures(run, end), _speeds(lines), live, average)
+
+
+def refuse_others(folder: RunFolder, run: RunReport, data_identity: str) -> None:
+    """Refuse result files of another artifact than the folder's, and scores of other data."""
+    for name in run.stale_files():
+        raise RunError(f"{folder.path / name} is of another artifact; run its stage again")
+    for method, result in run.scores.items():
+        if result.data_identity != data_identity:
+            raise RunError(f"{folder.score_file(method)} is of other text; score on the run's data")
 
 
 def _points(lines: Iterable[Fields], key: str) -> list[Point]:
@@ -183,7 +188,7 @@ def to_markdown(results: Sequence[Result], title: str, chart: str) -> str:
         f"## {title}",
         f"{len(results)} {'run' if len(results) == 1 else 'runs'} on {devices}; data "
         f"`{first.about.text('data_identity')}`.",
-        _table(["seed", "recipe", *names], rows),
+        table(["seed", "recipe", *names], rows),
         "BPB are bits per byte of all held-out documents, each alone and cut at "
         f"{first.recipe.model.context:,} tokens: live and averaged weights in the precision of "
         "training, the quantized ones as `underpar score` has them. Seconds are of the training "
@@ -195,7 +200,7 @@ def to_markdown(results: Sequence[Result], title: str, chart: str) -> str:
     speeds = _speed_rows(results)
     if speeds:
         seeds = [f"tokens/s, seed {r.seed}" for r in results]
-        parts.append(_table(["context", "M operations a token", *seeds], speeds))
+        parts.append(table(["context", "M operations a token", *seeds], speeds))
     return "\n\n".join(parts) + "\n"
 
 
@@ -225,7 +230,8 @@ def _speed_rows(results: Sequence[Result]) -> list[list[str]]:
     ]
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table of numbers."""
     lines = [head, ["---:"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

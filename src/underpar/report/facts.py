@@ -123,6 +123,8 @@ class AuditResult:
     wider: tuple[str, ...] = ()
     # The random documents on which scores were repeated; 0 stands for all.
     num_documents: int = 0
+    # The verdict on the files that were judged, whether they are here or not.
+    verdict_then: str = ""
 
     def num_findings(self, verdict: str) -> int:
         """Findings with this verdict."""

@@ -217,6 +217,7 @@ def _audit(folder: RunFolder, tree: Fields | None) -> AuditResult | None:
         missing=tuple(missing),
         wider=tuple(told),
         num_documents=num_documents,
+        verdict_then=verdict,
     )
 
 
