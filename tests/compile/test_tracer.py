@@ -53,8 +53,8 @@ def test_every_lever_is_traced_as_it_computes(cases: tuple[str, ...], graphs: Gr
         # Once while it is traced, once more from the graph.
         for _ in range(2):
             traced = results(run, model)
-            # A soft cap is compiled in another way.
-            torch.testing.assert_close(traced, results(EAGER, model), rtol=1e-5, atol=2e-6)
+            # A soft cap is compiled in another way, and all levers together add up its rounding.
+            torch.testing.assert_close(traced, results(EAGER, model), rtol=1e-5, atol=5e-6)
     assert len(graphs.made) >= 3
 
 

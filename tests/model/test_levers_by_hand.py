@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lever_stacks import randomized
+from underpar.build.model import build_model
 from underpar.data.batch import segments_from_starts
 from underpar.model.gpt import GPT
 from underpar.model.kv_cache import PackedCache
@@ -125,3 +126,31 @@ def test_value_residual_adds_a_learned_share() -> None:
 
     with torch.no_grad():
         assert_equal(model, by_hand(model, [0, 1, 2, 3], change_v))
+
+
+def test_recur_lora_adds_adapters_and_gains_to_repeated_visits_only() -> None:
+    products = ["q", "v", "o", "mlp"]
+    model = model_with(
+        "loop={first=1, last=2, repeats=2}", f"recur_lora={{sites=4, rank=3, products={products}}}"
+    )
+    lever = model.levers.recur_lora
+
+    def product(name: str, visit: int, y: Tensor, x: Tensor) -> Tensor:
+        # The visits are of layers 0 1 2 1 2 1 2 3.
+        site = visit - 3
+        if not 0 <= site < 4:
+            return y
+        if name in ("o", "mlp"):
+            y = lever.gains[site, int(name == "mlp")] * y
+        if name in products:
+            y = y + x @ (lever.b[name][site] @ lever.a[name][site]).T
+        return y
+
+    with torch.no_grad():
+        assert_equal(model, by_hand(model, [0, 1, 2, 1, 2, 1, 2, 3], product=product))
+
+
+def test_recur_lora_starts_as_the_plain_loop() -> None:
+    lever = build_model(load_recipe("cpu", ["levers.loop=true", "levers.recur_lora=true"])).levers
+    assert not any(b.any() for b in lever.recur_lora.b.values())
+    assert torch.equal(lever.recur_lora.gains, torch.ones(6, 2))

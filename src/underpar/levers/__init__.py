@@ -28,6 +28,7 @@ LEVERS = {
     "parallel": "underpar.levers.parallel",
     "recur_ab": "underpar.levers.recur_ab",
     "recur_alpha": "underpar.levers.recur_alpha",
+    "recur_lora": "underpar.levers.recur_lora",
     "pass_blend": "underpar.levers.pass_blend",
     "unet": "underpar.levers.unet",
     "mudd": "underpar.levers.mudd",
