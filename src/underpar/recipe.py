@@ -3,6 +3,7 @@
 A recipe file holds `base = "other"` and only its differences from that base. Names stack with
 "+": `baseline+cpu` is the baseline with the overlay `cpu` on top. Each lever is a table under
 `[levers]`. Its settings are checked in `build`, because this module does not know the levers.
+A table `[scale]` holds factors on what the file stands on; a resolved recipe has the results.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from types import UnionType
 from typing import Any
 
 from underpar.errors import RecipeError
+from underpar.recipes.scale import Scale, scaled
 from underpar.schema import (
     DataPart,
     LimitsPart,
@@ -32,6 +34,8 @@ from underpar.schema import (
 )
 
 Tree = dict[str, Any]
+# Key -> the value before, and after.
+Changes = dict[str, tuple[Any, Any]]
 
 # Far above any recipe: bytes of a file, tables in tables, bases of bases.
 MOST_BYTES, MOST_LEVELS, MOST_BASES = 1 << 20, 32, 32
@@ -72,28 +76,44 @@ def list_recipes() -> dict[str, str]:
 
 def read_recipe_file(path: Path) -> Recipe:
     """The recipe in one TOML file; a '+' in the path has no meaning here."""
-    return from_tree(_read_with_base(str(path), seen=()))
+    return from_tree(_stacked({}, str(path), {}))
 
 
 def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe of shipped names or .toml paths, stacked with '+', with overrides `a.b=c`."""
     tree: Tree = {}
     for part in name.split("+"):
-        tree = merge(tree, _read_with_base(part, seen=()))
+        tree = _stacked(tree, part, {})
     for override in overrides:
         tree = merge(tree, parse_override(override))
     return from_tree(tree)
 
 
-def _read_with_base(name: str, seen: tuple[str, ...]) -> Tree:
+def scaled_values(name: str) -> Changes:
+    """What the tables [scale] of a stack changed: key -> the value before, and after."""
+    tree: Tree = {}
+    changes: Changes = {}
+    for part in name.split("+"):
+        tree = _stacked(tree, part, changes)
+    return changes
+
+
+def _stacked(below: Tree, name: str, changes: Changes, seen: tuple[str, ...] = ()) -> Tree:
+    """`below` with a recipe file and its bases on top; what [scale] changed goes to `changes`."""
     require(name not in seen, f"recipe {name!r}: its base leads back to itself")
     require(len(seen) < MOST_BASES, f"recipe {name!r}: more than {MOST_BASES} bases of bases")
     tree = read_toml(name)
-    base = tree.pop("base", None)
-    if base is None:
-        return tree
-    require(isinstance(base, str), f"recipe {name!r}: base = {base!r:.60}, expected a name")
-    return merge(_read_with_base(base, (*seen, name)), tree)
+    base, factors = tree.pop("base", None), tree.pop("scale", None)
+    if base is not None:
+        require(isinstance(base, str), f"recipe {name!r}: base = {base!r:.60}, expected a name")
+        below = _stacked(below, base, changes, (*seen, name))
+    if factors is not None:
+        require(isinstance(factors, Mapping), f"scale = {factors!r:.60}: expected a table [scale]")
+        recipe, scale = from_tree(below), Scale(**fields_from(Scale, factors, "scale"))
+        changes |= (found := scaled(scale, recipe.train, recipe.levers))
+        for key, (_, after) in found.items():
+            below = merge(below, nested(key, after))
+    return merge(below, tree)
 
 
 def read_toml(name: str) -> Tree:
@@ -159,12 +179,16 @@ def parse_override(text: str) -> Tree:
         parsed = parse_toml(f"value = {value}")["value"]
     except ValueError:
         parsed = value
-    tree: Any = parsed
     names = key.strip().split(".")
     require(len(names) < MOST_LEVELS, f"--set {text!r:.60}: expected section.key=value")
-    for name in reversed(names):
-        tree = {name: tree}
-    return typing.cast(Tree, tree)
+    return nested(key.strip(), parsed)
+
+
+def nested(key: str, value: Any) -> Tree:
+    """`value` at a key such as "train.seed", as nested tables."""
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    return typing.cast(Tree, value)
 
 
 def nearest(name: str, choices: Sequence[str]) -> str:

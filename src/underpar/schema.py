@@ -218,6 +218,12 @@ class TrainPart:
         """`stages` as numbers: length in tokens, and the progress up to which it holds."""
         return parse_points(self.stages, "train.stages")
 
+    @property
+    def longest_context(self) -> int:
+        """The largest length at which training cuts documents."""
+        stages = [int(context) for context, _ in self.context_stages]
+        return max(self.contexts or stages or [self.context])
+
 
 @dataclass(frozen=True)
 class QuantPart:

@@ -84,8 +84,11 @@ def recipe_show(
 
     --against-published prints every deliberate deviation from the pull request that the recipe
     is named after, with its reason; for an overlay or --set also each value that it sets.
+
+    Values that a table [scale] of an overlay changed stand above the recipe, with those before.
     """
-    from underpar.recipe import to_toml, to_tree
+    from underpar.lab.deviations import value_at
+    from underpar.recipe import scaled_values, to_toml, to_tree
 
     resolved = load_checked(recipe, set_)
     if against_published:
@@ -106,11 +109,19 @@ def recipe_show(
 
         observed = observe_forward(resolved)
         show_json(observed.as_dict()) if json else typer.echo(observed.to_text(recipe))
-    elif json:
-        show_json({"hash": resolved.hash, **to_tree(resolved, complete=True)})
     else:
-        # Plain, so that the text stays TOML at any width.
-        typer.echo(f"# {recipe}, hash {resolved.hash}\n{to_toml(resolved, complete=True)}")
+        tree = to_tree(resolved, complete=True)
+        # Without those that a later overlay or --set replaced.
+        scaled = {key: v for key, v in scaled_values(recipe).items() if value_at(tree, key) == v[1]}
+        if json:
+            shown = {"scaled": scaled} if scaled else {}
+            show_json({"hash": resolved.hash, **shown, **tree})
+        else:
+            # Plain, so that the text stays TOML at any width.
+            typer.echo(f"# {recipe}, hash {resolved.hash}")
+            for key, (before, after) in scaled.items():
+                typer.echo(f"# scaled: {key} = {after}, from {before}")
+            typer.echo(to_toml(resolved, complete=True))
 
 
 @app.command(rich_help_panel=MAKE)

@@ -73,8 +73,7 @@ def _try_warm_up(trainer: Trainer) -> object:
 def with_half_micro_batches(recipe: Recipe) -> Recipe:
     """The same global batch in twice as many micro-batches of half the size."""
     part = recipe.train
-    stages = [int(context) for context, _ in part.context_stages]
-    longest = max((part.context, *part.contexts, *stages))
+    longest = part.longest_context
     sizes = part.micro_sizes or (part.micro_batch_tokens,)
     if any(size % 2 or size // 2 < longest for size in sizes):
         raise RecipeError(
