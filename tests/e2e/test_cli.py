@@ -47,9 +47,14 @@ def test_help_teaches(words: str) -> None:
 
 def test_commands_stand_in_panels() -> None:
     text = run("--help")
-    places = [text.index(panel) for panel in PANELS]
+    places = [text.index(f"\u2500 {panel} \u2500") for panel in PANELS]
     assert places == sorted(places)
-    assert "lab" in text[places[-1] :] and "train" in text[places[0] : places[1]]
+    # Each command stands under its panel, once.
+    ends = [*places[1:], len(text)]
+    for (panel, names), start, end in zip(PANELS.items(), places, ends, strict=True):
+        listed = re.findall(r"^\W*([a-z]+) {2,}\S", text[start:end], re.MULTILINE)
+        assert tuple(listed) == names, panel
+    assert {words.split()[0] for words in COMMANDS} == {n for ns in PANELS.values() for n in ns}
 
 
 def test_help_does_not_wait_for_torch() -> None:

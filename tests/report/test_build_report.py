@@ -14,9 +14,10 @@ import pytest
 
 from underpar.audit.rules import RULES
 from underpar.core.run_folder import RunFolder
+from underpar.core.words import change_text, number_text, seconds_text
 from underpar.errors import RunError
 from underpar.recipe import load_recipe
-from underpar.report.build import build_report, change_text, number_text, seconds_text
+from underpar.report.build import build_report
 
 VOID = {"meta", "br"}
 

@@ -6,23 +6,20 @@ Only the command line imports this: stages and lab report to a `core.progress.Pr
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import rich.progress
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    TaskProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, TextColumn
 from rich.table import Table
+from rich.text import Text
 
 from underpar.core.progress import SILENT, Progress, Task
+from underpar.core.words import clock_text
 from underpar.errors import one_line
 
 if TYPE_CHECKING:
@@ -82,44 +79,107 @@ def show_pairs(title: str, pairs: Mapping[str, object]) -> None:
     show_table(title, ("", "value#"), pairs.items())
 
 
-class Bar:
-    """A task as a progress bar, with a remark after it that changes."""
+class Bars(rich.progress.Progress):
+    """A bar with percent and remaining time on one line, and below it what is being done."""
 
-    def __init__(self, bars: rich.progress.Progress, name: str, total: float) -> None:
-        self._bars = bars
-        self._id = bars.add_task(name, total=total, remark="")
+    def __init__(self) -> None:
+        bar = BarColumn(bar_width=36)
+        done, time_left = TextColumn("{task.fields[done]:>5}"), TextColumn("{task.fields[left]}")
+        super().__init__(TextColumn("{task.description:<12}"), bar, done, time_left, console=ERR)
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """The lines, none wider than the terminal."""
+        yield from super().get_renderables()
+        for task in self.tasks:
+            if task.fields["remark"]:
+                yield Text("  " + fit(task.fields["remark"], self.console.width - 2))
+
+
+def fit(remark: str, num_columns: int) -> str:
+    """As many of the parts between commas, from the first on, as there is room for."""
+    while len(remark) > num_columns and ", " in remark:
+        remark = remark.rpartition(", ")[0]
+    return remark if len(remark) <= num_columns else f"{remark[: num_columns - 1]}\u2026"
+
+
+class Pace:
+    """The time that is left, by the pace since the first report of a task."""
+
+    def __init__(self) -> None:
+        self._first: tuple[float, float] | None = None
+
+    def left(self, share: float, seconds: float) -> str:
+        """In words, when `share` is done at the time `seconds`; empty if nobody can know."""
+        if not 0 < share < 1:
+            return ""
+        if self._first is None:
+            self._first = (share, seconds)
+        since, began = self._first
+        if share <= since:
+            return ""
+        return f"{clock_text((seconds - began) * (1 - share) / (share - since))} left"
+
+
+class Bar:
+    """A task as a progress bar, with a remark below it that changes."""
+
+    def __init__(self, bars: Bars, name: str, total: float) -> None:
+        self._bars, self._total, self._pace = bars, total, Pace()
+        # Without a total the bar moves to and fro: nobody knows yet how much is done.
+        self._id = bars.add_task(name, total=None, remark="", done="", left="")
 
     def update(self, completed: float, remark: str = "") -> None:
         """Move to `completed` and show `remark`."""
-        self._bars.update(self._id, completed=completed, remark=remark)
+        share = completed / self._total
+        left = self._pace.left(share, time.monotonic())
+        total, done = (1.0, f"{share:.0%}".replace("%", " %")) if share else (None, "")
+        self._bars.update(
+            self._id, completed=share, total=total, done=done, left=left, remark=_plain(remark)
+        )
+
+
+class Lines:
+    """A task as lines in a log: one per tenth that is done, if that takes a while."""
+
+    # Short tasks leave no line.
+    SECONDS_BETWEEN = 10.0
+
+    def __init__(self, name: str, total: float, clock: Callable[[], float] = time.monotonic):
+        self._name, self._total, self._clock = name, total, clock
+        self._pace, self._tenths, self._said = Pace(), 0, clock()
+
+    def update(self, completed: float, remark: str = "") -> None:
+        """Print a line if another tenth is done."""
+        share, now = completed / self._total, self._clock()
+        left, tenths = self._pace.left(share, now), int(10 * share)
+        if tenths <= self._tenths or now - self._said < self.SECONDS_BETWEEN:
+            return
+        self._tenths, self._said = tenths, now
+        words = [f"{self._name} {share:.0%}".replace("%", " %"), left, remark]
+        ERR.print(_plain(", ".join(filter(None, words))), markup=False, soft_wrap=True)
 
 
 class Terminal:
-    """Progress on standard error: a live bar per task, notes as lines."""
+    """Progress on standard error: a live bar per task, or lines in a log; notes as lines."""
 
     def __init__(self, has_bars: bool = True) -> None:
         self._has_bars = has_bars
 
     @contextmanager
     def task(self, name: str, total: float) -> Iterator[Task]:
-        """A bar with the time spent and the time left."""
-        columns = (
-            TextColumn("{task.description:<12}"),
-            BarColumn(bar_width=24),
-            TaskProgressColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[remark]}"),
-        )
-        # In a log file a bar is noise.
-        hidden = not self._has_bars or not ERR.is_terminal
-        with rich.progress.Progress(*columns, console=ERR, disable=hidden) as bars:
-            try:
-                yield Bar(bars, name, total)
-            except BaseException:
-                # Remove the bar, so that the error message stands alone.
-                bars.live.transient = True
-                raise
+        """A bar with percent, the time left and what is being done."""
+        if not self._has_bars:
+            yield SILENT
+        elif not ERR.is_terminal:
+            yield Lines(name, total)
+        else:
+            with Bars() as bars:
+                try:
+                    yield Bar(bars, name, total)
+                except BaseException:
+                    # Remove the bar, so that the error message stands alone.
+                    bars.live.transient = True
+                    raise
 
     def note(self, line: str) -> None:
         """Print a line above the bar."""

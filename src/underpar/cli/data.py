@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from underpar.cli.console import OUT, open_progress, show_json, show_table
-from underpar.cli.options import DATA, Json, Set, app, load_checked, show_summary
+from underpar.cli.options import Json, Set, app, load_checked, show_summary
 from underpar.errors import one_line
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ data_app = typer.Typer(
     help="Turn text into tokens: build, inspect, audit, fetch, import, export, merge.",
     no_args_is_help=True,
 )
-app.add_typer(data_app, name="data", rich_help_panel=DATA)
+app.add_typer(data_app, name="data")
 
 DataFolderPath = Annotated[Path, typer.Argument(help="A folder made by 'underpar data build'.")]
 Licence = Annotated[str, typer.Option(help="Licence of the text, kept in the manifest.")]

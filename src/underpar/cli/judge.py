@@ -10,7 +10,6 @@ import typer
 
 from underpar.cli.console import ERR, OUT, open_progress, show_json, show_table
 from underpar.cli.options import (
-    JUDGE,
     ArtifactPath,
     Attention,
     Compiled,
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from underpar.stages.foreign import AuditedSubmission
 
 
-@app.command(rich_help_panel=JUDGE)
+@app.command()
 def score(
     artifact: ArtifactPath,
     data: DataPath,
@@ -108,7 +107,7 @@ def score(
         show_summary(json, str(artifact), summary)
 
 
-@app.command(cls=takes_words("--against"), rich_help_panel=JUDGE)
+@app.command(cls=takes_words("--against"))
 def audit(
     run: Annotated[
         Path, typer.Argument(help="A folder made by 'underpar train', or a foreign submission.")
@@ -212,7 +211,7 @@ def _show_audit(run: Path, audited: Audited | AuditedSubmission, strict: bool, j
     raise typer.Exit(audit_exit_code(audited.verdict, strict))
 
 
-@app.command(cls=takes_words("--with"), rich_help_panel=JUDGE)
+@app.command(cls=takes_words("--with"))
 def compare(
     old: Annotated[list[str], typer.Argument(help="Runs, score files or numbers: the old side.")],
     new: Annotated[
@@ -291,7 +290,7 @@ def compare(
         OUT.print(f"note: {note}", markup=False, soft_wrap=True)
 
 
-@app.command(rich_help_panel=JUDGE)
+@app.command()
 def report(
     runs: Annotated[
         list[Path], typer.Argument(help="Run folders; several are compared on one page.")

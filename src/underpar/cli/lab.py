@@ -10,7 +10,6 @@ import typer
 
 from underpar.cli.console import OUT, open_progress, show_json, show_pairs, show_table
 from underpar.cli.options import (
-    LAB,
     ArtifactPath,
     Attention,
     Compiled,
@@ -30,12 +29,12 @@ lab_app = typer.Typer(
     help="Measurements behind the claims: parity, quantization, scoring, attention, seeds.",
     no_args_is_help=True,
 )
-app.add_typer(lab_app, name="lab", rich_help_panel=LAB)
+app.add_typer(lab_app, name="lab")
 
 OutFolder = Annotated[Path, typer.Option(help="Folder for the results; a second run continues.")]
 
 
-@app.command(rich_help_panel=LAB)
+@app.command()
 def bench(
     name: Annotated[str, typer.Argument(help="A benchmark, or 'list'.")] = "list",
     quads: Annotated[int, typer.Option(help="Rounds of A B B A; an even number.")] = 12,
@@ -79,7 +78,7 @@ def bench(
         OUT.print(f"time ratio {result.ratio:.4f}, 95 % interval {low:.4f} to {high:.4f}")
 
 
-@app.command(rich_help_panel=LAB)
+@app.command()
 def speed(
     recipe: RecipeName,
     steps: Annotated[
@@ -118,7 +117,7 @@ def speed(
     )
 
 
-@app.command(rich_help_panel=LAB)
+@app.command()
 def ablate(
     recipe: RecipeName,
     data: DataPath,
@@ -168,7 +167,7 @@ def ablate(
     raise typer.Exit(2 if failed else 0)
 
 
-@app.command(rich_help_panel=LAB)
+@app.command()
 def doctor(device: Device = "auto", json: Json = False) -> None:
     """What this machine can do: versions, device, attention, speeds, ranks, and a verdict.
 

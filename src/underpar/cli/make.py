@@ -10,7 +10,6 @@ import typer
 
 from underpar.cli.console import OUT, open_progress, show_json, show_table
 from underpar.cli.options import (
-    MAKE,
     ArtifactPath,
     Attention,
     Compiled,
@@ -41,7 +40,7 @@ recipe_app = typer.Typer(
     help="List the shipped recipes, or print one: resolved, or as its forward pass runs.",
     no_args_is_help=True,
 )
-app.add_typer(recipe_app, name="recipe", rich_help_panel=MAKE)
+app.add_typer(recipe_app, name="recipe")
 
 
 @recipe_app.command("list")
@@ -124,7 +123,7 @@ def recipe_show(
             typer.echo(to_toml(resolved, complete=True))
 
 
-@app.command(rich_help_panel=MAKE)
+@app.command()
 def levers(
     name: Annotated[str | None, typer.Argument(help="A lever; default: a table of all.")] = None,
     markdown: Annotated[
@@ -161,7 +160,7 @@ def levers(
         show_table(cards[0].what, (name, ""), lever_docs.card_rows(cards[0]))
 
 
-@app.command(rich_help_panel=MAKE)
+@app.command()
 def train(
     recipe: Annotated[
         str | None,
@@ -249,7 +248,7 @@ def _what_to_train(
     return run.read_recipe(), stage.data_of(run), run
 
 
-@app.command(rich_help_panel=MAKE)
+@app.command()
 def pack(
     run: RunPath,
     cap: Cap = None,
@@ -299,7 +298,7 @@ def pack(
     _show_budget(budget, str(folder.artifact_file), json)
 
 
-@app.command(rich_help_panel=MAKE)
+@app.command()
 def calibrate(
     run: RunPath,
     data: Annotated[
@@ -335,7 +334,7 @@ def calibrate(
     show_summary(json, str(folder.calibration_file), summary)
 
 
-@app.command(rich_help_panel=MAKE)
+@app.command()
 def quantize(
     run: RunPath,
     cap: Cap = None,
@@ -363,7 +362,7 @@ def quantize(
     show_summary(json, str(folder.quantized_file), summary)
 
 
-@app.command(rich_help_panel=MAKE)
+@app.command()
 def unpack(
     artifact: ArtifactPath,
     out: Annotated[Path, typer.Option(help="A .safetensors file.")],
@@ -379,7 +378,7 @@ def unpack(
     show_summary(json, str(out), unpack_artifact(artifact, out))
 
 
-@app.command(rich_help_panel=MAKE)
+@app.command()
 def size(
     recipe: RecipeName,
     tokenizer: Annotated[Path | None, typer.Option(help="Count this tokenizer's bytes.")] = None,
@@ -410,7 +409,7 @@ def _show_budget(budget: Budget, title: str, json: bool) -> None:
     show_table(f"{title}: {budget.num_weights:,} weights", ("what", "bytes#"), rows)
 
 
-@app.command(rich_help_panel=MAKE)
+@app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for data and run.")] = Path("demo"),
     set_: Set = None,

@@ -17,9 +17,14 @@ if TYPE_CHECKING:
     from underpar.recipe import Recipe
     from underpar.schema import QuantPart
 
-MAKE, JUDGE, USE, DATA, LAB = "Make a model", "Judge it", "Use it", "Data", "Lab"
-PANELS = (MAKE, JUDGE, USE, DATA, LAB)
-
+# The panels of --help, and the commands of each in the order of a first day.
+PANELS = {
+    "Start": ("demo", "doctor", "data", "recipe", "levers"),
+    "Make a model": ("train", "calibrate", "quantize", "pack", "size"),
+    "Judge it": ("score", "audit", "compare", "report"),
+    "Use it": ("generate", "compress", "decompress", "unpack", "submit", "unbundle"),
+    "Measure": ("speed", "bench", "ablate", "lab"),
+}
 
 # The exit code of a process that the signal of a broken pipe has ended.
 BROKEN_PIPE = 141
@@ -27,6 +32,13 @@ BROKEN_PIPE = 141
 
 class ByPanel(TyperGroup):
     """Lists commands panel by panel, in the order of `PANELS`."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        for panel, names in PANELS.items():
+            for name in names:
+                # typer reads the attribute when it prints help.
+                vars(self.commands[name])["rich_help_panel"] = panel
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command. typer would end a broken pipe with 1, the exit code of a failed audit."""
@@ -37,8 +49,8 @@ class ByPanel(TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Names of all commands."""
-        panels = {name: getattr(c, "rich_help_panel", None) for name, c in self.commands.items()}
-        return sorted(panels, key=lambda name: PANELS.index(str(panels[name])))
+        places = [name for names in PANELS.values() for name in names]
+        return sorted(self.commands, key=places.index)
 
 
 app = typer.Typer(

@@ -8,12 +8,12 @@ from typing import Annotated
 import typer
 
 from underpar.cli.console import open_progress, show_json, show_table
-from underpar.cli.options import USE, Json, app, audit_exit_code, show_summary
+from underpar.cli.options import Json, app, audit_exit_code, show_summary
 
 CAP_BYTES = 16_000_000
 
 
-@app.command(rich_help_panel=USE)
+@app.command()
 def submit(
     runs: Annotated[
         list[Path] | None, typer.Argument(help="Run folders: seeds of one recipe, audited.")
@@ -82,7 +82,7 @@ def submit(
     raise typer.Exit(audit_exit_code(verdict))
 
 
-@app.command(rich_help_panel=USE)
+@app.command()
 def unbundle(
     script: Annotated[Path, typer.Argument(help="A train_gpt.py or score.py of this package.")],
     out: Annotated[Path, typer.Option(help="A folder that does not exist or is empty.")],

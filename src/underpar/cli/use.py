@@ -9,10 +9,10 @@ from typing import Annotated
 import typer
 
 from underpar.cli.console import open_progress, show_json
-from underpar.cli.options import USE, ArtifactPath, Device, Json, app, show_summary
+from underpar.cli.options import ArtifactPath, Device, Json, app, show_summary
 
 
-@app.command(rich_help_panel=USE)
+@app.command()
 def compress(
     artifact: ArtifactPath,
     source: Annotated[Path, typer.Argument(metavar="IN", help="Any file.")],
@@ -34,7 +34,7 @@ def compress(
     show_summary(json, f"{source} -> {out}", summary)
 
 
-@app.command(rich_help_panel=USE)
+@app.command()
 def decompress(
     artifact: ArtifactPath,
     source: Annotated[Path, typer.Argument(metavar="IN", help="A file made by 'compress'.")],
@@ -60,7 +60,7 @@ def decompress(
     show_summary(json, f"{source} -> {out}", summary)
 
 
-@app.command(rich_help_panel=USE)
+@app.command()
 def generate(
     artifact: ArtifactPath,
     prompt: Annotated[str, typer.Argument(help="Text to continue.")] = "",

@@ -12,6 +12,7 @@ from typing import Any
 from underpar import __version__
 from underpar.core.locks import lock_folder
 from underpar.core.run_folder import RunFolder, write_atomic
+from underpar.core.words import bytes_text, change_text, number_text, percent_text, seconds_text
 from underpar.errors import RunError
 from underpar.report import charts
 from underpar.report.charts import Bar, Dot, Labels, Line, Mark, Segment
@@ -211,37 +212,6 @@ def clock_of(run: RunReport) -> list[Stage]:
         Stage(stage, tuple(Phase(name, seconds, colors[name]) for name, seconds in phases))
         for stage, phases in times.items()
     ]
-
-
-def number_text(value: float, num_decimals: int = 4) -> str:
-    """A number with thousands separators; huge ones and NaN in short form."""
-    return f"{value:,.{num_decimals}f}" if charts.can_plot(value) else f"{value:.3g}"
-
-
-def bytes_text(value: float) -> str:
-    """A number of bytes with its unit."""
-    return f"{number_text(value, 0)} bytes"
-
-
-def percent_text(share: float) -> str:
-    """A share in percent."""
-    return f"{number_text(100 * share, 1)} %"
-
-
-def change_text(ratio: float) -> str:
-    """A ratio of sizes in words, as in "5.0 % smaller"."""
-    return f"{percent_text(abs(ratio - 1))} {'smaller' if ratio < 1 else 'larger'}"
-
-
-def seconds_text(seconds: float) -> str:
-    """A time in milliseconds, seconds, minutes or hours, whichever fits."""
-    if 0 < seconds < 0.1:
-        return f"{number_text(1000 * seconds, 1)} ms"
-    if not 120 <= seconds < charts.LARGEST_VALUE:
-        return f"{number_text(seconds, 1)} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, short = divmod(minutes, 60)
-    return f"{hours:,} h {short:02d} min" if hours else f"{minutes} min {rest:02d} s"
 
 
 FILTERS: dict[str, Callable[..., Any]] = {

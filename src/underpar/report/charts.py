@@ -16,6 +16,8 @@ from xml.etree import ElementTree as ET
 
 import numpy as np
 
+from underpar.core.words import LARGEST_VALUE
+
 Point = tuple[float, float]
 # A position along x, and the tooltip there.
 Hover = tuple[float, str]
@@ -24,8 +26,6 @@ T = TypeVar("T")
 NUM_COLORS = 6
 # With more dots than this, dots are drawn small.
 CROWD = 250
-# Larger values are left out, because they would leave no room for the others.
-LARGEST_VALUE = 1e15
 # Characters that XML does not allow, including lone surrogates.
 FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 

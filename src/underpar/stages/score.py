@@ -89,10 +89,10 @@ def _score_artifact(
     require_same_tokenizer(artifact, data.tokenizer)
     what = {"artifact_sha256": identity, "data_identity": data_identity(data)}
     how, file = how_of(method, recipe, runtime), folder.partial_file(method.label)
-    with interruptible() as is_asked, progress.task(label, 1) as task:
+    with interruptible() as is_asked, progress.task("score", 1) as task:
 
         def on_share(share: float, bpb: float) -> None:
-            task.update(share, f"{bpb:.4f} bits per byte")
+            task.update(share, f"{label}, {bpb:.4f} bits per byte")
 
         partial = Partial(file, {**what, "how": how}, runtime, clock, is_asked, progress.note)
         request = ScoringRequest(method, runtime, clock, on_share, partial=partial)

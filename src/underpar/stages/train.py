@@ -125,6 +125,7 @@ def _train(
 
         # Only the main rank prepares the folder; its refusal ends the other ranks too.
         asked = recipe
+        task.update(0, "compiling, before the clock starts" if runtime.compiled else "first step")
         recipe = ask_main(lambda: begun_recipe(folder, asked, data), runtime)
         recipe, runtime, trainer = start_trainer(
             lambda recipe, runtime: make_trainer(recipe, data, folder, runtime, num_kept),
@@ -314,24 +315,23 @@ class ProgressLine:
     def add(self, line: dict[str, Any]) -> str:
         """The words for the next line of metrics."""
         self._remember_validation(line)
-        speed = line.get("tokens_per_second") or line["tokens"] / max(line["seconds"], 1e-9)
-        words = f"step {line['step']:,}, loss {line['loss']:.3f}, {speed:,.0f} tokens/s"
-        if "mfu" in line:
-            words += f", MFU {line['mfu']:.0%}"
+        words = f"step {line['step']:,}, loss {line['loss']:.3f}{self._validated}"
         # Without validations during training, the forecast is that of the training text.
         if "forecast_bpb" in line:
-            words += f", forecast at {line['forecast_bpb']:.4f} BPB"
+            words += f", heading for {line['forecast_bpb']:.4f} BPB"
         elif "forecast_train_bpb" in line:
-            words += f", training text forecast at {line['forecast_train_bpb']:.4f} BPB"
+            words += f", heading for {line['forecast_train_bpb']:.4f} BPB of training text"
         if "forecast_bytes" in line:
             words += f", {line['forecast_bytes'] / 1e6:.2f} MB"
-        return words + self._validated
+        speed = line.get("tokens_per_second") or line["tokens"] / max(line["seconds"], 1e-9)
+        words += f", {speed:,.0f} tokens/s"
+        return words + (f", MFU {line['mfu']:.0%}" if "mfu" in line else "")
 
     def _remember_validation(self, line: dict[str, Any]) -> None:
-        if "val_bpb" in line:
-            self._validated = f", held-out {line['val_bpb']:.4f} BPB"
-        if "average_val_bpb" in line:
-            self._validated += f", averaged {line['average_val_bpb']:.4f}"
+        # The averaged weights are those that are packed.
+        measured = line.get("average_val_bpb", line.get("val_bpb"))
+        if measured is not None:
+            self._validated = f", held-out {measured:.4f} BPB"
 
 
 def open_reference(run: RunFolder, data: Path, margin: float) -> Reference:
