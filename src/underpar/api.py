@@ -1,31 +1,213 @@
-"""The Python interface: `underpar.load("model.upar")` returns a `Model`."""
+"""The Python interface: the stages as functions, and a model that scores, writes and compresses.
+
+The functions call the same stages as the commands of the same names. They print a line every few
+seconds while they work; `progress=underpar.api.SILENT` keeps them quiet.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from underpar.artifact.budget import Budget
 from underpar.artifact.unpack import Artifact
+from underpar.audit.case import Limits
+from underpar.audit.finding import STRICT
 from underpar.build.artifact import build_tokenizer, read_artifact
 from underpar.build.model import build_predictor
+from underpar.build.recipe import load_checked, quant_part
 from underpar.build.scoring import ScoringRequest, open_method, run_method
 from underpar.codec.stream import Codec
+from underpar.compile.startup import warm_compiler
+from underpar.core.progress import LINES, SILENT, Progress
+from underpar.core.run_folder import RunFolder
 from underpar.core.runtime import Runtime, open_runtime
+from underpar.data.folder import DataFolder, load_data
 from underpar.data.shards import Shard
 from underpar.data.tokens.tokenizer import Tokenizer
-from underpar.errors import DataError
+from underpar.errors import DataError, RuleError
 from underpar.infer.generate import LaneReader, Sampling, generate
 from underpar.infer.predictor import Predictor
 from underpar.recipe import Recipe
+from underpar.report.build import build_report
 from underpar.score.ledger import Score
-from underpar.score.method import ADAPT, PLAIN
+from underpar.score.method import ADAPT, PLAIN, STREAM, Method
 from underpar.score.tally import OnCommit
+from underpar.stages import audit as audit_stage
+from underpar.stages import data as data_stage
+from underpar.stages import pack as pack_stage
+from underpar.stages import score as score_stage
+from underpar.stages import train as train_stage
 
 Text = str | bytes
+# A file or folder; a `TrainedRun` is one too.
+PathLike = str | os.PathLike[str]
+# Values of a recipe by their path: {"train.budget_seconds": 60}.
+Changes = Mapping[str, object]
+NO_CHANGES: Changes = {}
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """A run folder and what training measured. Functions take it in place of the folder's path.
+
+    Bits per byte are those of held-out text before quantization, of the weights as they were last
+    and averaged, if the recipe averages. `finished` is false if training was stopped: by the user,
+    or because of what `stopped` says.
+    """
+
+    path: Path
+    finished: bool
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    loss: float | None = None
+    live_bpb: float | None = None
+    average_bpb: float | None = None
+    forecast_bytes: float | None = None
+    stopped: str | None = None
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    def metrics(self, *keys: str) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl that have all of `keys`, such as "step" and "loss"."""
+        return list(RunFolder(self.path).metrics(*keys))
+
+
+def build_data(
+    texts: PathLike | Iterable[PathLike],
+    out: PathLike,
+    recipe: str = "demo",
+    *,
+    set: Changes = NO_CHANGES,
+    workers: int = 1,
+    overwrite: bool = False,
+    progress: Progress = LINES,
+) -> DataFolder:
+    """Text files or folders -> a data folder, for recipes with the same tokenizer and transform.
+
+    More than one worker needs the `if __name__ == "__main__"` of multiprocessing in scripts.
+    """
+    options = data_stage.build_options(load_checked(recipe, _overrides(set)))
+    inputs = [Path(p) for p in ([texts] if isinstance(texts, str | os.PathLike) else texts)]
+    options = replace(options, workers=workers)
+    data_stage.build_data_folder(inputs, Path(out), options, progress, overwrite)
+    return load_data(Path(out))
+
+
+def train(
+    recipe: str,
+    data: PathLike,
+    out: PathLike,
+    *,
+    set: Changes = NO_CHANGES,
+    device: str = "auto",
+    compiled: bool | None = None,
+    progress: Progress = LINES,
+) -> TrainedRun:
+    """Train a recipe on a data folder into the run folder `out`; continues a run that is there."""
+    runtime = open_runtime(device, compiled)
+    warm_compiler(runtime)
+    resolved = load_checked(recipe, _overrides(set))
+    shown = progress if runtime.is_main else SILENT
+    summary = train_stage.train(resolved, Path(data), RunFolder(Path(out)), runtime, shown)
+    known = {field.name for field in fields(TrainedRun)} & summary.keys()
+    return TrainedRun(Path(out), **{name: summary[name] for name in known})
+
+
+def pack(
+    run: PathLike,
+    *,
+    cap: int | None = None,
+    set: Changes = NO_CHANGES,
+    device: str = "auto",
+    progress: Progress = LINES,
+) -> Budget:
+    """Quantize and code a run's weights into its model.upar, within the cap in bytes.
+
+    `set` changes values of [quant], the only part of the recipe that training has not fixed.
+    """
+    folder = RunFolder(Path(run))
+    part = quant_part(folder, _overrides(set))
+    return pack_stage.pack(folder, open_runtime(device).for_float64, cap, part, progress)
+
+
+def score(
+    artifact: PathLike,
+    data: PathLike,
+    *,
+    adapt: bool = False,
+    levers: Sequence[str] = (),
+    stride: int = 0,
+    flat: bool = False,
+    order: str = STREAM,
+    seconds: float = 0.0,
+    set: Changes = NO_CHANGES,
+    device: str = "auto",
+    progress: Progress = LINES,
+) -> score_stage.Scored:
+    """Bits per byte of held-out text, with a ledger beside the artifact; as `underpar score`."""
+    method = Method(tuple(levers), stride, flat, order, seconds)
+    if adapt:
+        if method != Method(seconds=seconds):
+            raise RuleError("adapt is a method of its own; leave out levers, stride, flat, order")
+        method = replace(ADAPT, seconds=seconds)
+    runtime = open_runtime(device)
+    path, shown = artifact_path(artifact), progress if runtime.is_main else SILENT
+    return score_stage.score_artifact(path, Path(data), runtime, method, _overrides(set), shown)
+
+
+def audit(
+    run: PathLike,
+    *,
+    data: PathLike | None = None,
+    limits: Limits = audit_stage.WHOLE.limits,
+    profile: str = STRICT,
+    documents: int = 0,
+    code_tokens: int = 0,
+    retrain: int | None = None,
+    seed: int | None = None,
+    device: str = "auto",
+    progress: Progress = LINES,
+) -> audit_stage.Audited:
+    """Judge a run that was packed and scored, rule by rule; as `underpar audit`.
+
+    By default all documents are scored and coded again, and all training steps are repeated.
+    `documents`, `code_tokens` and `retrain` make it a random sample.
+    """
+    path = None if data is None else Path(data)
+    request = audit_stage.AuditRequest(path, limits, profile, documents, code_tokens, retrain, seed)
+    return audit_stage.audit_run(RunFolder(Path(run)), open_runtime(device), request, progress)
+
+
+def report(*runs: PathLike, out: PathLike | None = None) -> Path:
+    """One HTML page about one run or several; by default report.html in the first run's folder."""
+    folders = [RunFolder(Path(run)) for run in runs]
+    beside = folders[0].report_file if folders else Path("report.html")
+    return build_report(folders, beside if out is None else Path(out))
+
+
+def load(artifact: PathLike, device: str = "cpu") -> Model:
+    """Open an artifact, or the one in a run folder: `m = underpar.load("model.upar")`."""
+    return Model.open(artifact_path(artifact), device)
+
+
+def artifact_path(path: PathLike) -> Path:
+    """The file of an artifact that a user names by itself or by its run folder."""
+    return RunFolder(Path(path)).artifact_file if Path(path).is_dir() else Path(path)
+
+
+def _overrides(changes: Changes) -> list[str]:
+    """Changes as the command line writes them: TOML and JSON agree on such values."""
+    return [f"{key}={json.dumps(value)}" for key, value in changes.items()]
 
 
 @dataclass(frozen=True)
@@ -54,9 +236,9 @@ class Model:
     runtime: Runtime
 
     @staticmethod
-    def open(path: str | Path, device: str = "cpu") -> Model:
+    def open(path: Path, device: str = "cpu") -> Model:
         """Read and check an artifact file."""
-        artifact, identity = read_artifact(Path(path))
+        artifact, identity = read_artifact(path)
         runtime = open_runtime(device)
         predictor = build_predictor(artifact, runtime.device)
         return Model(artifact, Codec(predictor, build_tokenizer(artifact), identity), runtime)

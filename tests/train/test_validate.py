@@ -19,6 +19,7 @@ from underpar.model.gpt import GPT
 from underpar.recipe import Recipe, ScorePart, load_recipe
 from underpar.score.scorer import Scorer
 from underpar.stages.train import make_validator
+from underpar.train import validate
 from underpar.train.validate import Validation, Validator
 
 # Documents of up to 2,000 characters are cut; the loop is off at first; smear differs in training.
@@ -106,7 +107,7 @@ def test_passes_do_not_matter(
     model = model_of(recipe, 0)
     expected = validator_of(recipe, shard, runtime).run(model, None).live_nats
     # Also where logits come in slices.
-    monkeypatch.setattr("underpar.train.validate.ROWS", 100)
+    monkeypatch.setattr(validate, "ROWS", 100)
     again = validator_of(recipe, shard, runtime, tokens).run(model, None)
     assert again.live_nats == pytest.approx(expected, rel=1e-6)
 

@@ -21,6 +21,10 @@ class Budget:
     classes: dict[str, int]
     tensors: list[dict[str, Any]]
 
+    def __repr__(self) -> str:
+        used = f"{self.total_bytes:,} of {self.cap_bytes:,} bytes"
+        return f"Budget({used}, {self.num_weights:,} weights)"
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         return asdict(self)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from underpar.cli.console import OUT, open_progress, show_json, show_table
-from underpar.cli.options import Json, Set, app, load_checked, show_summary
+from underpar.cli.options import Json, Set, app, show_summary
 from underpar.errors import one_line
 
 if TYPE_CHECKING:
@@ -70,11 +70,12 @@ def data_build(
     The same documents are held out on every machine, because their hash decides. The folder is
     written beside its place and moved there when it is whole.
     """
+    from underpar.build.recipe import load_checked
     from underpar.core.runtime import num_cores
     from underpar.data.sources.corpus import Reading
     from underpar.stages.data import build_data_folder, build_options
 
-    options = build_options(load_checked(recipe, set_), tokenizer)
+    options = build_options(load_checked(recipe, set_ or ()), tokenizer)
     options = replace(
         options,
         holdout=val or options.holdout,

@@ -21,7 +21,6 @@ from underpar.cli.options import (
     Set,
     app,
     choose_attention,
-    load_checked,
     takes_words,
 )
 
@@ -99,10 +98,11 @@ def speed(
 
     A compilation after the warm-up, or a graph break, is an error.
     """
+    from underpar.build.recipe import load_checked
     from underpar.core.runtime import open_runtime
     from underpar.lab.steps import measure_recipe
 
-    resolved = load_checked(recipe, set_)
+    resolved = load_checked(recipe, set_ or ())
     runtime = open_runtime(device, compiled)
     choose_attention(attention, runtime)
     measured = measure_recipe(resolved, runtime, steps, open_progress(json))

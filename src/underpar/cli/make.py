@@ -21,8 +21,6 @@ from underpar.cli.options import (
     app,
     audit_exit_code,
     choose_attention,
-    load_checked,
-    quant_part,
     show_summary,
 )
 
@@ -86,10 +84,11 @@ def recipe_show(
 
     Values that a table [scale] of an overlay changed stand above the recipe, with those before.
     """
+    from underpar.build.recipe import load_checked
     from underpar.lab.deviations import value_at
     from underpar.recipe import scaled_values, to_toml, to_tree
 
-    resolved = load_checked(recipe, set_)
+    resolved = load_checked(recipe, set_ or ())
     if against_published:
         from underpar.lab.deviations import deviations_of, published_name
         from underpar.report.gather import show
@@ -230,6 +229,7 @@ def _what_to_train(
     resume: Path | None,
 ) -> tuple[Recipe, Path, RunFolder]:
     """Recipe, data and run folder, from the options or from the run to continue."""
+    from underpar.build.recipe import load_checked
     from underpar.core.run_folder import RunFolder
     from underpar.errors import RecipeError
     from underpar.stages import train as stage
@@ -237,7 +237,7 @@ def _what_to_train(
     if resume is None:
         if recipe is None or data is None:
             raise RecipeError("train needs a RECIPE and --data FOLDER, or --resume RUN")
-        resolved = load_checked(recipe, set_)
+        resolved = load_checked(recipe, set_ or ())
         out = out or Path("runs") / f"{Path(recipe).stem}-{resolved.hash}"
         return resolved, data, RunFolder(out)
     options = {"RECIPE": recipe, "--data": data, "--out": out, "--set": set_}
@@ -282,13 +282,14 @@ def pack(
     A model that 'underpar quantize' rounded with the same weights, rules and cap is not rounded
     again.
     """
+    from underpar.build.recipe import quant_part
     from underpar.core.run_folder import RunFolder
     from underpar.core.runtime import open_runtime
     from underpar.stages import pack as stage
     from underpar.submit.train_script import train_script
 
     folder = RunFolder(run)
-    part = quant_part(folder, set_)
+    part = quant_part(folder, set_ or ())
     progress = open_progress(json)
     script_bytes = len(train_script(folder.read_recipe())) if for_submission else None
     inside = not tokenizer_apart
@@ -350,12 +351,13 @@ def quantize(
 
     'underpar pack' calls this too, unless it was done with the same weights, rules and cap.
     """
+    from underpar.build.recipe import quant_part
     from underpar.core.run_folder import RunFolder
     from underpar.core.runtime import open_runtime
     from underpar.stages import pack as stage
 
     folder = RunFolder(run)
-    part = quant_part(folder, set_)
+    part = quant_part(folder, set_ or ())
     summary = stage.quantize(
         folder, open_runtime(device).for_float64, cap, part, open_progress(json)
     )
@@ -393,9 +395,10 @@ def size(
 
     Exit code 2 if the forecast is over the cap.
     """
+    from underpar.build.recipe import load_checked
     from underpar.stages.pack import forecast_size
 
-    budget = forecast_size(load_checked(recipe, set_), tokenizer)
+    budget = forecast_size(load_checked(recipe, set_ or ()), tokenizer)
     _show_budget(budget, f"forecast for {recipe}", json)
     budget.enforce()
 
@@ -429,9 +432,10 @@ def demo(
     To save time, the audit repeats the plain score and the coding on a few random documents. The
     adapted score is repeated as a whole. Exit codes are those of 'underpar audit'.
     """
+    from underpar.build.recipe import load_checked
     from underpar.stages.demo import run_demo
 
-    result = run_demo(load_checked("demo", set_), out, open_progress(json), full)
+    result = run_demo(load_checked("demo", set_ or ()), out, open_progress(json), full)
     show_json(result) if json else _show_demo(result)
     raise typer.Exit(audit_exit_code(result["audit"]))
 

@@ -12,10 +12,7 @@ from underpar import __version__
 from underpar.cli.console import show_json, show_pairs
 
 if TYPE_CHECKING:
-    from underpar.core.run_folder import RunFolder
     from underpar.core.runtime import Runtime
-    from underpar.recipe import Recipe
-    from underpar.schema import QuantPart
 
 # The panels of --help, and the commands of each in the order of a first day.
 PANELS = {
@@ -149,33 +146,3 @@ def audit_exit_code(verdict: str, is_strict: bool = False) -> int:
     """0 if a run may be believed, 1 if it failed, 3 if evidence is missing."""
     codes = {"fail": 1, "not shown": 1 if is_strict else 3}
     return codes.get(verdict, 0)
-
-
-def quant_part(folder: RunFolder, overrides: list[str] | None) -> QuantPart | None:
-    """The [quant] section of a run with the changes of --set; None without changes."""
-    from underpar.build.model import weight_shapes
-    from underpar.errors import RecipeError
-    from underpar.quant.rules import check_rules
-    from underpar.recipe import from_tree, merge, parse_override, to_tree
-
-    recipe = folder.read_recipe()
-    tree = to_tree(recipe)
-    for override in overrides or ():
-        if not override.startswith("quant."):
-            raise RecipeError(f"--set {override!r}: the run is trained; only quant.* can change")
-        tree = merge(tree, parse_override(override))
-    part = from_tree(tree).quant
-    check_rules(weight_shapes(recipe), part.rules)
-    return part if overrides else None
-
-
-def load_checked(name: str, overrides: list[str] | None) -> Recipe:
-    """The resolved recipe; its levers, their settings and its quantization rules are checked."""
-    from underpar.build.levers import resolve_levers
-    from underpar.build.model import weight_shapes
-    from underpar.quant.rules import check_rules
-    from underpar.recipe import load_recipe
-
-    recipe = resolve_levers(load_recipe(name, overrides or ()))
-    check_rules(weight_shapes(recipe), recipe.quant.rules)
-    return recipe

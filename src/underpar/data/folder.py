@@ -39,6 +39,10 @@ class DataFolder:
     # Source bytes of each held-out token (T,), if a table per token would be wrong.
     sidecar: npt.NDArray[Any] | None = None
 
+    def __repr__(self) -> str:
+        train, val = self.train, self.val
+        return f"DataFolder({train.num_bytes:,} bytes for training, {val.num_bytes:,} held out)"
+
 
 def shard_name(split: str) -> str:
     """File name of the shard of a split."""

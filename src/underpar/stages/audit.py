@@ -89,6 +89,10 @@ class Audited:
     findings: list[Finding]
     data_sha256: str
 
+    def __repr__(self) -> str:
+        rules = [f"{finding.rule}: {finding.verdict}" for finding in self.findings]
+        return f"Audited({self.verdict}: {', '.join(rules)})"
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         return {

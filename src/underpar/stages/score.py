@@ -32,6 +32,14 @@ class Scored:
     path: Path
     about: dict[str, Any]
 
+    def __repr__(self) -> str:
+        return f"Scored({self.score}, {self.summary()['percent_of_xz']:.1f} % of what xz needs)"
+
+    @property
+    def bpb(self) -> float:
+        """Bits per byte of the held-out text."""
+        return self.score.bpb
+
     def summary(self) -> dict[str, Any]:
         """What the command prints: bits per byte, the same text under xz, times."""
         score, xz_bytes = self.score, self.about["xz_bytes"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
@@ -387,7 +388,13 @@ class Trainer:
 
 @contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
-    """Inside, SIGTERM and Ctrl-C only raise a flag, so that the step in hand can be saved."""
+    """Inside, SIGTERM and Ctrl-C only raise a flag, so that the step in hand can be saved.
+
+    Python lets only the main thread handle signals: elsewhere the flag is never raised.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
     caught: list[int] = []
     signals = (signal.SIGTERM, signal.SIGINT)
     old = [signal.signal(s, lambda number, frame: caught.append(number)) for s in signals]

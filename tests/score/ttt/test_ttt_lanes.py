@@ -39,6 +39,7 @@ from underpar.levers import phased_sgd
 from underpar.levers.lora_ttt import Settings
 from underpar.model.kv_cache import PackedCache
 from underpar.score.method import Method
+from underpar.score.ttt import lanes
 from underpar.score.ttt.lanes import LaneBatch
 from underpar.score.ttt.reading import FreshLanes, KeptLanes, StepShapes
 from underpar.score.ttt.schedule import Chunk
@@ -220,7 +221,7 @@ def test_captured_steps_price_as_eager_ones_on_a_gpu(method: Method, keys: str) 
 def test_steps_that_need_the_host_are_not_captured(
     backend: str, recordable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("underpar.score.ttt.lanes.backend_of", lambda *args: backend)
+    monkeypatch.setattr(lanes, "backend_of", lambda *args: backend)
     run = Run()
     model, text_of = run.model, SHARD.doc
     fresh = FreshLanes(model.spec, text_of, lambda chunk: (0, 1, 0))
