@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from underpar.artifact.unpack import Artifact
+from underpar.artifact.pack import lines_of
+from underpar.artifact.unpack import LINE_WIDTH, Artifact
 from underpar.quant.lowrank import Factor, LowRank
 from underpar.quant.schemes import QuantizedTensor, parse_scheme
 from underpar.quant.trellis import next_state
@@ -16,6 +17,10 @@ SCHEMES = [
     "int6:12.85",
     "int8",
     "int8/0",
+    "int8/0+log",
+    "clip5+log",
+    "gptq6:12.85+log",
+    "gptq7:14+awq+log",
     "clip5",
     "gptq6:12.85",
     "gptq7:14+awq",
@@ -51,10 +56,9 @@ def draw_tensor(
     if scheme.is_half:
         return QuantizedTensor(shape, scheme, halves * np.float16(min(width, 100.0)))
     columns = rng.integers(-20, 20, size=shape[-1]).astype(np.int16) if scheme.columns else None
-    if scheme.states:
-        steps, limit = rng.integers(-90, -50, size=shape[0]).astype(np.int16), 32762
-    else:
-        steps, limit = halves, scheme.limit
+    if scheme.has_log_rows:
+        halves = rng.integers(-90, -50, size=scheme.num_steps(shape)).astype(np.int16)
+    steps, limit = halves, 32762 if scheme.states else scheme.limit
     limits = limit if columns is None or scheme.states else np.where(columns, 127, limit)
     drawn = rng.standard_normal((len(steps), np.prod(shape, dtype=int) // len(steps)))
     with np.errstate(invalid="ignore"):
@@ -94,8 +98,12 @@ def draw_artifact(seed: int = 0, shape: tuple[int, int] = MATRIX) -> Artifact:
     tensors["scalar"] = draw_tensor("fp16", (), rng)
     tensors["vector"] = draw_tensor("int8", (9,), rng)
     tensors["gate"] = draw_tensor("int8", (3, 2, 4), rng)
+    tensors["log slabs"] = draw_tensor("int8/1+log", (3, 2, 4), rng)
     tensors["slabs"] = draw_tensor("int8/1", (3, 2, 4), rng)
     tensors["cube"] = draw_tensor("ternary:2", (3, 2, 4), rng)
     names = [name for name in tensors if "gri" in name]
     activations = {name: int(rng.integers(-100, 100)) for name in names}
+    # Log steps that fill their section to the last line: a lie about one of them moves its end.
+    num_logs = len(activations) + sum(line.size for t in tensors.values() for line in lines_of(t))
+    tensors["filler"] = draw_tensor("int8+log", (-num_logs % LINE_WIDTH, 2), rng)
     return Artifact(Recipe(), b"tokenizer" * 20, tensors, activations)

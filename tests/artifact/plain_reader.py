@@ -183,7 +183,10 @@ def count_steps(row: dict) -> list[int]:
     """Lengths of the lines of a tensor."""
     shape, scheme = row["shape"], row["scheme"]
     lengths = [shape[0]] if scheme.startswith("grid") else []
-    lengths += [shape[1]] if scheme.endswith(("+columns", "+awq")) else []
+    if scheme.endswith("+log"):
+        slab = shape[: int(scheme.split("/")[1][0])] if "/" in scheme else shape[:-1]
+        lengths.append(math.prod(slab))
+    lengths += [shape[1]] if "+columns" in scheme or "+awq" in scheme else []
     if "correction" in row:
         c = row["correction"]
         lengths.append(-(-shape[0] * c["rank"] // c["left"]["group"]))

@@ -46,11 +46,13 @@ TOKENIZER = np.random.default_rng(1).bytes(3000)
 PLAIN = 'quant.rules=["embedding.weight int7:14", "blocks.*.weight int6:12.85", "* fp16"]'
 TABLES = PLAIN.replace('"* fp16"', '"levers.*.table.weight int8", "* fp16"')
 WIDEST = 'quant.rules=["*.weight int8", "*.gate int8", "* fp16"]'
+LOGS = 'quant.rules=["embedding.weight int8:20+log", "*.weight int6:12.85+log", "* fp16"]'
 CLIPPED = 'quant.rules=["embedding.weight ternary:32", "*.weight clip5", "* fp16"]'
 CASES = [
     ("baseline+cpu", [PLAIN, "model.num_layers=3", "model.dim=128"]),
     ("pr2014+cpu", [WIDEST]),
     ("pr1219+cpu", [TABLES]),
+    ("pr1894+cpu", [LOGS]),
     ("demo", [CLIPPED, "model.num_layers=2"]),
 ]
 

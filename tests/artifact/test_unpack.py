@@ -152,6 +152,8 @@ def test_a_file_holds_its_tokenizer_or_names_it() -> None:
         ("plain.int6", {"scheme": "int99"}, "scheme"),
         ("plain.int6", {"scheme": "int6/0"}, "grows past|steps"),
         ("gate", {"scheme": "int8/1"}, "grows past|steps"),
+        ("plain.int6", {"scheme": "int6+log"}, "weight stream|log step"),
+        ("plain.gptq6:12.85+log", {"scheme": "gptq6:12.85"}, "weight stream|log step|steps"),
         ("plain.int6", {"scheme": None}, "header cannot"),
         ("plain.int6", {"scheme": "ternary:7"}, "whole runs"),
         ("plain.int6", {"scheme": "ternary:4"}, "grows past|steps"),

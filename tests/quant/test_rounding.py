@@ -10,7 +10,7 @@ from hypothesis.extra import numpy as hnp
 from underpar.errors import ArtifactError, RecipeError
 from underpar.quant.clip_search import search_steps
 from underpar.quant.rounding import as_rows, round_tensor
-from underpar.quant.schemes import Scheme, dequantize, parse_scheme
+from underpar.quant.schemes import Scheme, dequantize, parse_scheme, steps_of
 
 WEIGHTS = hnp.arrays(
     np.float32,
@@ -18,7 +18,10 @@ WEIGHTS = hnp.arrays(
     elements=st.floats(-100, 100, width=32),
 )
 SCHEMES = st.sampled_from(
-    ["fp16", "int8", "int6", "int6:12.85", "int8/0", "int5:6/1", "clip6", "clip2", "ternary:1"]
+    [
+        *("fp16", "int8", "int6", "int6:12.85", "int8/0", "int5:6/1", "clip6", "clip2"),
+        *("ternary:1", "int6:12.85+log", "int8/0+log", "clip6+log"),
+    ]
 )
 
 
@@ -31,12 +34,12 @@ def test_dequantizing_is_finite_and_repeats(weight: np.ndarray, text: str) -> No
     assert restored.shape == weight.shape and restored.dtype == np.float32
     assert np.isfinite(restored).all()
     assert dequantize(round_tensor(weight, scheme)).tobytes() == restored.tobytes()
-    assert tensor.steps.dtype == np.float16
+    assert tensor.steps.dtype == (np.int16 if scheme.log else np.float16)
     if tensor.codes is not None:
-        assert (tensor.steps > 0).all()
+        assert (steps_of(tensor) > 0).all()
         assert np.abs(tensor.codes.astype(int)).max() <= scheme.limit
     # What is stored is as much as the scheme says.
-    assert len(tensor.steps) == scheme.num_halves(weight.shape)
+    assert len(tensor.steps) == scheme.num_halves(weight.shape) + scheme.num_indices(weight.shape)
 
 
 @pytest.mark.parametrize("text", ["int8", "int6:12.85", "clip6", "ternary:5"])

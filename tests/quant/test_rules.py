@@ -1,5 +1,7 @@
 """Ordered patterns: the first that fits decides, and every tensor must fit one."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -37,6 +39,17 @@ def test_gates_have_a_step_per_head_as_published_or_per_layer(name: str, num_ste
     scheme = match_rules([gate], recipe.quant.rules)[gate]
     assert shapes[gate] == (11, 8, 12)
     assert scheme.bits == 8 and scheme.num_halves(shapes[gate]) == num_steps
+
+
+def test_control_tensors_of_pr_1894_have_8_bits_from_128_values_on() -> None:
+    recipe = load_recipe("pr1894")
+    shapes = weight_shapes(recipe)
+    control = {name: shape for name, shape in shapes.items() if not CALIBRATED.fullmatch(name)}
+    for name, scheme in match_rules(list(control), recipe.quant.rules).items():
+        assert scheme.bits == (8 if math.prod(control[name]) >= 128 else 0), name
+        # One step for each published tensor: a block's scales and mix, all skips together.
+        published = 11 if control[name][0] == 11 else 1
+        assert not scheme.bits or scheme.num_halves(control[name]) == published
 
 
 def test_tensors_come_in_name_order() -> None:

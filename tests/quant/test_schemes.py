@@ -1,5 +1,7 @@
 """Schemes: what their names say, how much they store, and what stored numbers stand for."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,24 +12,15 @@ from underpar.quant.lowrank import Factor, LowRank
 from underpar.quant.schemes import QuantizedTensor, Scheme, dequantize, parse_scheme, steps_of
 
 NAMES = [
-    *(
-        "fp16",
-        "int6",
-        "int7:14",
-        "int6:12.85",
-        "int6:12.8512345",
-        "int8/0",
-        "int6:12.85/3",
-        "clip6",
-        "gptq6:12.85",
-        "gptq7",
-    ),
-    *("gptq7:14+awq", "ternary:128", "grid1", "grid8", "grid64+columns"),
+    *("fp16", "int6", "int7:14", "int6:12.85", "int6:12.8512345", "clip6", "gptq6:12.85", "gptq7"),
+    *("int8/0", "int6:12.85/3", "int6+log", "int8/1+log", "clip5+log", "gptq6:12.85+log"),
+    *("gptq7:14+awq", "gptq7:14+awq+log", "ternary:128", "grid1", "grid8", "grid64+columns"),
 ]
 ODD = [
     *("int9", "int1", "int", "float", "int6:x", "int6:-1", "int6:inf", "int6:1000", "clip6:3"),
     *("int6+awq", "clip6+awq", "gptq9:3", "gptq", "ternary", "ternary:0", "ternary:1000000"),
     *("int8/4", "int8/", "clip6/1", "gptq6:12/1", "int8/1+awq"),
+    *("ternary:4+log", "grid8+log", "fp16+log", "gptq7:14+log+awq"),
     *("grid", "grid2", "grid8+rows", "grid8+awq", "", "fp16:2", "gptq7:14+awq+awq"),
 ]
 
@@ -65,6 +58,9 @@ def test_only_some_need_inputs(text: str) -> None:
         ("int8", (6,), 1, 0),
         ("int8", (11, 8, 12), 88, 0),
         ("int8/1", (11, 8, 12), 11, 0),
+        ("int8/1+log", (11, 8, 12), 0, 11),
+        ("gptq6:12+log", (4, 6), 0, 4),
+        ("gptq6:12+awq+log", (4, 6), 0, 10),
         ("int8/0", (11, 8, 12), 1, 0),
         ("clip6", (4, 6), 4, 0),
         ("gptq6:12", (4, 6), 4, 0),
@@ -96,6 +92,10 @@ def test_integers_stand_for_multiples_of_their_steps() -> None:
     grid = QuantizedTensor((2, 3), parse_scheme("grid1"), indices(16, -16), codes)
     assert dequantize(grid).tolist() == [[2, -4, 6], [0, 63.5, -3.5]]
     assert steps_of(grid).shape == (2, 1)
+    logs = QuantizedTensor((2, 3), parse_scheme("gptq7:14+log"), indices(16, -16), codes)
+    assert dequantize(logs).tolist() == dequantize(grid).tolist()
+    finer = replace(logs, scheme=parse_scheme("gptq7:14+awq+log"), columns=indices(0, -16, 0))
+    assert dequantize(finer).tolist() == [[2, -2, 6], [0, 31.75, -3.5]]
     both = QuantizedTensor(
         (2, 3), parse_scheme("grid1+columns"), indices(16, -16), codes, indices(0, 16, -32)
     )

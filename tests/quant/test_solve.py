@@ -159,6 +159,23 @@ def test_a_hessian_is_factored_once(
     assert any(not np.array_equal(damped[name].codes, coarse[name].codes) for name in weights)
 
 
+# Steps of a byte.
+
+
+def test_log_steps_are_chosen_before_the_solve(
+    weight: np.ndarray, solver: Solver, inputs: torch.Tensor
+) -> None:
+    plain, logs = (solve_one(solver, weight, s) for s in ("gptq6:12.85", "gptq6:12.85+log"))
+    assert logs.steps.dtype == np.int16 and plain.codes is not None
+    # A log step is 2^(1/32) from the fp16 step at most.
+    assert np.abs(np.log2(steps_of(logs) / steps_of(plain))).max() <= 1 / 32 + 1e-3
+    # PR 1894 puts the 8-bit steps in the place of the others after the solve.
+    late = QuantizedTensor(weight.shape, logs.scheme, logs.steps, plain.codes)
+    losses = [loss_of(dequantize(t) - weight, inputs) for t in (plain, logs, late)]
+    assert losses[1] == pytest.approx(losses[0], rel=0.1)
+    assert losses[1] < 0.9 * losses[2]
+
+
 # Columns with finer steps.
 
 

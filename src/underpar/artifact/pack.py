@@ -62,7 +62,7 @@ def pack(artifact: Artifact, tokenizer_inside: bool = True) -> bytes:
     read_header(raw)
     lines = [line for t in tensors.values() for line in lines_of(t)]
     lines.append(np.array([activations[n] for n in tensors if n in activations], dtype=np.int64))
-    halves = [t.steps.reshape(-1) for t in tensors.values() if not t.scheme.states]
+    halves = [t.steps.reshape(-1) for t in tensors.values() if not t.scheme.has_log_rows]
     return frame(
         [
             squeeze(raw),
@@ -77,7 +77,7 @@ def pack(artifact: Artifact, tokenizer_inside: bool = True) -> bytes:
 
 def lines_of(tensor: QuantizedTensor) -> list[np.ndarray]:
     """The log steps of a tensor: those of rows, columns and factors, as far as it has them."""
-    lines = [tensor.steps] if tensor.scheme.states else []
+    lines = [tensor.steps] if tensor.scheme.has_log_rows else []
     lines += [] if tensor.columns is None else [tensor.columns]
     if tensor.correction is not None:
         lines += [tensor.correction.left.steps, tensor.correction.right.steps]

@@ -66,7 +66,7 @@ def _round(weight: np.ndarray, scheme: Scheme, constant: float) -> QuantizedTens
     """Round a matrix without a calibration, for a scheme that needs one."""
     if not scheme.states:
         columns = np.zeros(weight.shape[1], np.int16) if scheme.columns else None
-        plain = round_tensor(weight, Scheme(scheme.bits, scheme.sigmas))
+        plain = round_tensor(weight, Scheme(scheme.bits, scheme.sigmas, log=scheme.log))
         return replace(plain, scheme=scheme, columns=columns)
     rng = np.random.default_rng(0)
     # Steps of rows and columns vary about as much as those of a trained model.

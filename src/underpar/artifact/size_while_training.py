@@ -23,9 +23,10 @@ from underpar.artifact.array_decoder import choose_num_coders
 from underpar.artifact.fit import MOST_BITS
 from underpar.artifact.format import HEAD_BYTES, squeeze
 from underpar.artifact.frequencies import PROB_BITS, normalize_counts
-from underpar.artifact.pack import NUM_SECTIONS, shuffle
+from underpar.artifact.pack import NUM_SECTIONS, shuffle, write_lines
 from underpar.quant.clip_search import search_steps
 from underpar.quant.gptq import round_to_nearest
+from underpar.quant.logsteps import to_index
 from underpar.quant.row_steps import clamp_steps, row_steps
 from underpar.quant.rules import match_rules
 from underpar.quant.schemes import Scheme
@@ -66,6 +67,7 @@ class SizeForecast:
         """Bytes of the artifact with these weights, which the cap limits."""
         table: list[dict[str, Any]] = []
         halves: list[Tensor] = []
+        lines: list[np.ndarray] = []
         for name, scheme in self.schemes.items():
             table.append({"name": name, "shape": self.shapes[name], "scheme": str(scheme)})
             if scheme.states:
@@ -77,11 +79,16 @@ class SizeForecast:
                 continue
             rows = tensor_rows(weight, scheme)
             steps = tensor_steps(rows, scheme)
-            halves.append(steps.flatten())
+            # Integers are counted with fp16 steps: a log step differs from them by 2 % at most.
+            if scheme.log:
+                lines.append(to_index(steps.flatten().cpu().numpy()))
+            else:
+                halves.append(steps.flatten())
             table[-1] |= _code(rows, steps.float(), scheme.limit, self.most_counted)
         header = json.dumps({"recipe": to_tree(self.recipe), "tensors": table}, sort_keys=True)
         size = self.fixed_bytes + len(squeeze(header.encode())) + _half_bytes(halves)
         size += sum(row.get("bytes", 0) for row in table)
+        size += len(write_lines(lines)) if lines else 0
         # Grids get steps as fine as the cap allows.
         cap_bytes = self.recipe.limits.cap_bytes
         return max(size, min(cap_bytes, size + round(MOST_BITS / 8 * self._num_grid_weights)))
@@ -96,7 +103,7 @@ def tensor_rows(weight: Tensor, scheme: Scheme) -> Tensor:
     # If the runs do not divide the rows, packing refuses them; the forecast does not.
     if weight.numel() % (scheme.group or 1):
         scheme = Scheme(scheme.bits)
-    return weight.reshape(scheme.num_halves(weight.shape), -1)
+    return weight.reshape(scheme.num_steps(weight.shape), -1)
 
 
 def tensor_steps(rows: Tensor, scheme: Scheme) -> Tensor:

@@ -162,7 +162,7 @@ class LazyArtifact:
         tensors = {}
         for row in rows:
             lines = iter(self._logs[0][row.name])
-            steps = next(lines) if row.scheme.states else self._numbers[row.name]
+            steps = next(lines) if row.scheme.has_log_rows else self._numbers[row.name]
             columns = next(lines) if row.scheme.columns else None
             factors = [
                 Factor(codes[row.name, side].reshape(factor.shape), next(lines), factor.group)

@@ -131,10 +131,10 @@ def _require_fit(name: str, tensor: QuantizedTensor) -> None:
     """Raise a ValueError for arrays that a tensor of this shape and scheme does not have."""
     scheme, shape, corrected = tensor.scheme, tensor.shape, tensor.correction
     num_weights = math.prod(shape)
-    num_rows = scheme.num_halves(shape) or shape[0]
+    num_rows = num_weights if scheme.is_half else scheme.num_steps(shape)
     rows = (num_rows, num_weights // num_rows)
     expected: list[tuple[np.ndarray | None, tuple[int, ...] | None, type]] = [
-        (tensor.steps, (num_rows,), np.int16 if scheme.states else np.float16),
+        (tensor.steps, (num_rows,), np.int16 if scheme.has_log_rows else np.float16),
         (tensor.codes, None if scheme.is_half else rows, np.int16 if scheme.states else np.int8),
         (tensor.columns, (shape[-1],) if scheme.columns else None, np.int16),
     ]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
 from underpar.errors import ArtifactError, RecipeError
 from underpar.quant.clip_search import search_steps
+from underpar.quant.logsteps import to_index
 from underpar.quant.row_steps import clamp_steps, row_steps
-from underpar.quant.schemes import QuantizedTensor, Scheme
+from underpar.quant.schemes import QuantizedTensor, Scheme, steps_of
 
 
 def round_tensor(weight: np.ndarray, scheme: Scheme) -> QuantizedTensor:
@@ -23,10 +26,9 @@ def round_tensor(weight: np.ndarray, scheme: Scheme) -> QuantizedTensor:
             raise ArtifactError("a weight is too large for fp16; give its tensor an int scheme")
         return QuantizedTensor(shape, scheme, halves)
     rows = as_rows(weight, scheme)
-    steps = stored_steps(rows, scheme)
-    codes = np.rint(rows / steps.astype(np.float32)[:, None])
-    codes = np.clip(codes, -scheme.limit, scheme.limit).astype(np.int8)
-    return QuantizedTensor(shape, scheme, steps, codes)
+    tensor = QuantizedTensor(shape, scheme, stored_steps(rows, scheme))
+    codes = np.clip(np.rint(rows / steps_of(tensor)), -scheme.limit, scheme.limit)
+    return replace(tensor, codes=codes.astype(np.int8))
 
 
 def as_rows(weight: np.ndarray, scheme: Scheme) -> np.ndarray:
@@ -37,13 +39,13 @@ def as_rows(weight: np.ndarray, scheme: Scheme) -> np.ndarray:
             f"{scheme} for a tensor of shape {tuple(weight.shape)}: rows of {row} weights "
             f"are not whole runs of {scheme.group}; choose a divisor of {row}"
         )
-    return weight.astype(np.float32).reshape(scheme.num_halves(weight.shape), -1)
+    return weight.astype(np.float32).reshape(scheme.num_steps(weight.shape), -1)
 
 
 def stored_steps(rows: np.ndarray, scheme: Scheme) -> np.ndarray:
-    """fp16 steps (R,) for rows (R, C) of a scheme with bits."""
+    """The steps (R,) of rows (R, C) as a scheme with bits stores them: fp16, or log steps."""
     if scheme.form == "clip":
         steps = clamp_steps(search_steps(torch.from_numpy(rows), scheme.limit).numpy()[:, 0])
     else:
         steps = row_steps(rows, scheme.limit, scheme.sigmas, by_mean=bool(scheme.group))
-    return steps.astype(np.float16)
+    return to_index(steps) if scheme.log else steps.astype(np.float16)

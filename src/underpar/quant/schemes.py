@@ -10,6 +10,7 @@ The dequantized weights are exactly those that are scored.
     clipB           the same with the step from the best of a few clipping points (`clip_search`)
     gptqB:k         steps of intB:k, rounded with error feedback (`gptq`)
     gptqB:k+awq     the same with finer steps in some columns (`awq`)
+    ...+log         intB, clipB or gptqB with log steps instead of fp16 ones, chosen before rounding
     ternary:G       integers -1, 0, 1 and one fp16 step for each run of G weights of a row
     gridS           log steps by row, set by sensitivity (`allocate`), and a trellis of S states
                     (1: no trellis)
@@ -36,7 +37,7 @@ from underpar.quant.trellis import STATES
 
 _SCHEME = re.compile(
     r"(?P<form>int|clip|gptq)(?P<bits>[2-8])(:(?P<sigmas>\d+(\.\d+)?))?"
-    r"(/(?P<axes>[0-3]))?(?P<awq>\+awq)?"
+    r"(/(?P<axes>[0-3]))?(?P<awq>\+awq)?(?P<log>\+log)?"
     r"|ternary:(?P<group>[1-9]\d{0,5})"
     r"|grid(?P<states>\d+)(?P<columns>\+columns)?"
 )
@@ -59,6 +60,8 @@ class Scheme:
     """Whether log steps by column are stored too."""
     axes: int = -1
     """Weights with the same indices in the axes before this one share a step."""
+    log: bool = False
+    """Whether the steps of a scheme with bits are log steps."""
 
     @property
     def limit(self) -> int:
@@ -75,20 +78,27 @@ class Scheme:
         """Whether rounding needs a calibration of the inputs."""
         return self.form == "gptq" or self.states > 0
 
-    def num_halves(self, shape: Sequence[int]) -> int:
-        """How many fp16 numbers a tensor stores."""
-        if self.states:
-            return 0
-        if self.is_half:
-            return math.prod(shape)
+    @property
+    def has_log_rows(self) -> bool:
+        """Whether the steps of rows are log steps."""
+        return self.log or self.states > 0
+
+    def num_steps(self, shape: Sequence[int]) -> int:
+        """How many steps a tensor with integers has, those of columns apart."""
         if self.group:
             return math.prod(shape) // self.group
         return math.prod(shape[: self.axes])
 
+    def num_halves(self, shape: Sequence[int]) -> int:
+        """How many fp16 numbers a tensor stores."""
+        if self.is_half:
+            return math.prod(shape)
+        return 0 if self.has_log_rows else self.num_steps(shape)
+
     def num_indices(self, shape: Sequence[int]) -> int:
         """How many log steps a tensor stores: rows, then columns."""
-        by_row = shape[0] if self.states else 0
-        return int(by_row + (shape[-1] if self.columns else 0))
+        by_row = self.num_steps(shape) if self.has_log_rows else 0
+        return by_row + (shape[-1] if self.columns else 0)
 
     def __str__(self) -> str:
         if self.states:
@@ -100,7 +110,8 @@ class Scheme:
         # repr keeps every digit: the name is what the artifact stores.
         width = f":{self.sigmas!r}".removesuffix(".0") if self.sigmas else ""
         axes = f"/{self.axes}" if self.axes >= 0 else ""
-        return f"{self.form}{self.bits}{width}{axes}" + ("+awq" if self.columns else "")
+        suffixes = ("+awq" if self.columns else "") + ("+log" if self.log else "")
+        return f"{self.form}{self.bits}{width}{axes}{suffixes}"
 
 
 def parse_scheme(text: str) -> Scheme:
@@ -120,21 +131,26 @@ def parse_scheme(text: str) -> Scheme:
     if not match or misused or sigmas >= 1000 or (parts["states"] and states not in STATES):
         raise RecipeError(
             f"scheme {text!r}: expected fp16, int2 ... int8, int6:12.85, int8/1, clip6, "
-            f"gptq6:12.85, gptq7:14+awq, ternary:128, or grid with {', '.join(map(str, STATES))} "
-            "states, as in grid8+columns"
+            "gptq6:12.85+log, gptq7:14+awq, ternary:128, or grid with "
+            f"{', '.join(map(str, STATES))} states, as in grid8+columns"
         )
     if states:
         return Scheme(states=states, columns=bool(parts["columns"]))
     if group:
         return Scheme(bits=2, group=group)
     return Scheme(
-        int(parts["bits"]), sigmas, form, columns=bool(parts["awq"]), axes=int(axes or -1)
+        int(parts["bits"]),
+        sigmas,
+        form,
+        columns=bool(parts["awq"]),
+        axes=int(axes or -1),
+        log=bool(parts["log"]),
     )
 
 
 @dataclass(frozen=True, eq=False)
 class QuantizedTensor:
-    """Integers (rows, cols) and one step per row: fp16, or an int16 log step for grids.
+    """Integers (rows, cols) and one step per row: fp16, or an int16 log step.
 
     With scheme fp16, `steps` are the weights themselves and `codes` is None. With ternary:G, the
     rows are runs of G weights.
@@ -151,7 +167,7 @@ class QuantizedTensor:
 
 QuantizedModel = dict[str, QuantizedTensor]
 
-# The log steps of columns, for a grid that stores none: all columns share a step.
+# The log steps of columns, for a tensor that stores none: all columns share a step.
 ONE_COLUMN = np.zeros(1, dtype=np.int16)
 
 
@@ -167,7 +183,7 @@ def dequantize(tensor: QuantizedTensor) -> np.ndarray:
 
 def steps_of(tensor: QuantizedTensor) -> np.ndarray:
     """Steps in fp32: (rows, cols), or (rows, 1) if all columns of a row have the same step."""
-    if tensor.scheme.states:
+    if tensor.scheme.has_log_rows:
         return from_indices(tensor.steps, ONE_COLUMN if tensor.columns is None else tensor.columns)
     steps = tensor.steps.astype(np.float32)[:, None]
     return steps if tensor.columns is None else steps * from_index(tensor.columns)

@@ -118,8 +118,8 @@ class Solver:
             columns = None
             if scheme.columns:
                 columns = np.where(self._protected(name, weight), FINER, 0).astype(np.int16)
-            halves = stored_steps(as_rows(weight, scheme), scheme)
-            tensor = QuantizedTensor(weight.shape, scheme, halves, columns=columns)
+            by_row = stored_steps(as_rows(weight, scheme), scheme)
+            tensor = QuantizedTensor(weight.shape, scheme, by_row, columns=columns)
         return Task(name, weight, tensor)
 
     def _protected(self, name: str, weight: np.ndarray) -> np.ndarray:
