@@ -282,15 +282,31 @@ class QuantPart:
 
 @dataclass(frozen=True)
 class ScorePart:
-    """Sizes of scoring: tokens per forward pass, and tokens per chunk of adaptation."""
+    """How the system is scored: `score --adapt` does as this says, with the levers of scoring.
+
+    Sizes: tokens per forward pass, and targets per chunk of adaptation.
+
+    Windows of `context` tokens (0: model.context), one per `stride` targets (0: documents are cut
+    and nothing overlaps), across the ends of documents if `flat`; in an `order`, see
+    score/method.py.
+    """
 
     batch_tokens: int = 65_536
     adapt_tokens: int = 8_192
+    context: int = added(0)
+    stride: int = added(0)
+    flat: bool = added(False)
+    order: str = added("stream")
 
     def __post_init__(self) -> None:
         for name in ("batch_tokens", "adapt_tokens"):
             value = getattr(self, name)
             require(value > 0, f"score.{name} = {value}: expected a positive number")
+        for name in ("context", "stride"):
+            value = getattr(self, name)
+            require(value >= 0, f"score.{name} = {value}: expected 0 or more")
+        known = self.order in ("stream", "published")
+        require(known, f"score.order = {self.order!r}: expected 'stream' or 'published'")
 
 
 @dataclass(frozen=True)

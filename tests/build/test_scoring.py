@@ -64,8 +64,40 @@ def test_adapt_means_the_levers_of_the_recipe() -> None:
     assert open_method(replace(RECIPE, levers=levers), ADAPT)[0] == replace(
         ADAPT, levers=("lora_ttt",)
     )
-    with pytest.raises(RuleError, match="names no adapter; add one"):
+    with pytest.raises(RuleError, match="does not say how to adapt: it names no scoring lever"):
         open_method(replace(RECIPE, levers={}), ADAPT)
+
+
+WINDOWS = load_recipe(
+    "cpu", [*MODEL, LEVERS[0], "score.stride=6", "score.flat=true", "score.context=12"]
+)
+
+
+def test_adapt_has_the_windows_of_the_recipe_and_other_methods_do_not() -> None:
+    method, recipe = open_method(WINDOWS, ADAPT)
+    assert (method.label, method.stride, method.flat) == ("adapt", 6, True)
+    assert (recipe.model.context, WINDOWS.model.context) == (12, CONTEXT)
+    # What the command changes is not the recipe's way any more.
+    method, _ = open_method(WINDOWS, ADAPT, ["score.stride=3", "score.flat=false"])
+    assert (method.label, method.stride, method.flat) == ("sliding3", 3, False)
+    method, recipe = open_method(WINDOWS, PLAIN)
+    assert method is PLAIN
+    assert recipe.model.context == CONTEXT and recipe.score == replace(
+        RECIPE.score, adapt_tokens=1024
+    )
+    with pytest.raises(RuleError, match="set with --stride, --flat and --order"):
+        open_method(WINDOWS, PLAIN, ["score.flat=true"])
+
+
+def test_a_score_by_the_windows_of_its_recipe_says_how_to_repeat_it(artifact: Artifact) -> None:
+    windows = replace(artifact, recipe=WINDOWS)
+    plain, adapt = score_of(windows, PLAIN), score_of(windows, ADAPT)
+    assert adapt.method == "adapt" and adapt.bits != plain.bits
+    assert method_of(adapt, WINDOWS) == open_method(WINDOWS, ADAPT)
+    assert method_of(plain, WINDOWS) == open_method(WINDOWS, PLAIN)
+    # The same windows, asked for by hand.
+    by_hand = score_of(windows, Method(stride=6, flat=True), "score.context=12")
+    assert by_hand.bits == adapt.bits
 
 
 @pytest.mark.parametrize(
@@ -92,6 +124,8 @@ def test_adapt_means_the_levers_of_the_recipe() -> None:
         (ADAPT, "", RuleError, "lora_ttt and adapt_scales: documents or the stream adapt, not bo"),
         (Method(("phased_sgd",)), "", RuleError, "phased_sgd goes with lora_ttt: add --with lora"),
         (Method(order=PUBLISHED), "", RuleError, "the published order .* add --with lora_ttt"),
+        (Method(stride=17), "", RuleError, "stride 17: a window has 16 tokens"),
+        (Method(stride=9), "score.context=8", RuleError, "stride 9: a window has 8 tokens"),
         (replace(LANES, stride=8), "", RuleError, "lora_ttt has windows of its own: leave out --s"),
         (replace(LANES, flat=True), "", RuleError, "lora_ttt has windows of its own: leave out"),
     ],

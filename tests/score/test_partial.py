@@ -404,6 +404,8 @@ METHODS = {
     "adapt": ["--adapt", "--set", "score.adapt_tokens=1"],
     "ttt": ["--with", "lora_ttt", "--set", "levers.lora_ttt={rank=2, chunk=64, short=[]}"],
 }
+# "adapt" with another setting is a method of its own.
+LABELS = {"adapt": "adapt_scales", "ttt": "lora_ttt"}
 STEP = 4
 
 
@@ -440,7 +442,7 @@ def test_a_signal_ends_a_command_that_continues(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     command = ask(artifact_file, "--data", tiny_run.data, *METHODS[label])
-    label = {"ttt": "lora_ttt"}.get(label, label)
+    label = LABELS[label]
     with monkeypatch.context() as patch:
         patch.setattr(Partial, "offer", sending(number))
         ended = CliRunner().invoke(cli.app, command, catch_exceptions=False)
@@ -453,7 +455,7 @@ def test_a_signal_ends_a_command_that_continues(
 def test_a_killed_command_continues(tiny_run: TinyRun, artifact_file: Path) -> None:
     command = ask(artifact_file, "--data", tiny_run.data, *METHODS["adapt"])
     assert launch(command).returncode == -signal.SIGKILL
-    continue_and_start_over(command, "adapt", artifact_file.parent)
+    continue_and_start_over(command, LABELS["adapt"], artifact_file.parent)
 
 
 @pytest.mark.slow

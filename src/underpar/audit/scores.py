@@ -7,7 +7,6 @@ finds the same bits, document by document.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from underpar.build.levers import plug_levers
 from underpar.codec.stream import code_documents
 from underpar.core.versions import device_name
 from underpar.data.xz import xz_bytes
+from underpar.recipe import to_tree
 from underpar.score.ledger import Entry, Score
 from underpar.score.method import ADAPT, STOP_BITS, method_from_dict
 from underpar.score.tally import num_targets_of
@@ -75,9 +75,12 @@ def _impossible(case: Case, score: Score) -> str:
 
 
 def _has_recipe_settings(case: Case, score: Score) -> bool:
-    settings = {name: case.recipe.levers[name] for name in score.how["levers"]}
-    part = asdict(case.recipe.score)
-    return bool(score.how.get("settings") == settings and score.how.get("score") == part)
+    how, part = score.how, case.recipe.score
+    settings = {name: case.recipe.levers[name] for name in how["levers"]}
+    windows = {"stride": part.stride, "flat": part.flat, "order": part.order}
+    same = all(how.get(key) == value for key, value in windows.items())
+    same &= how.get("score") == to_tree(case.recipe)["score"]
+    return bool(same and how.get("settings") == settings)
 
 
 def _misstated(case: Case, label: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +24,17 @@ from underpar.errors import RecipeError, RuleError
 from underpar.infer.tilt import Mixture
 from underpar.recipe import Recipe, Tree, from_tree, merge, nearest, parse_override, to_tree
 from underpar.score.ledger import Score
-from underpar.score.method import ADAPT, PUBLISHED, Method, method_from_dict
+from underpar.score.method import ADAPT, PUBLISHED, STREAM, Method, method_from_dict
 from underpar.score.scorer import Scorer
 from underpar.score.tally import OnCommit, OnShare
 
 if TYPE_CHECKING:
     from underpar.infer.predictor import Predictor
     from underpar.score.partial import Partial
+
+
+# Values of [score] that only the method "adapt" takes from the recipe.
+WINDOWS = ("context", "stride", "flat", "order")
 
 
 @dataclass(frozen=True)
@@ -56,29 +60,57 @@ def open_method(
 ) -> tuple[Method, Recipe]:
     """The method with its levers, and the recipe with their settings (its own, or the defaults).
 
-    `changes` set values of these levers or of [score], as in "levers.lora_ttt.rank=40".
+    `changes` set values of these levers or of [score], as in "levers.lora_ttt.rank=40". The method
+    "adapt" scores as the recipe says: its levers, and the windows and order of its [score]; with
+    changes it is a method like any other and loses that name.
     """
-    if method.name == ADAPT.name and not method.levers:
-        method = replace(method, levers=tuple(plug_levers(recipe, "infer")))
-        if not method.levers:
-            raise RuleError("this artifact's recipe names no adapter; add one under [levers]")
+    tree, follows = to_tree(recipe), method.name == ADAPT.name
+    if follows:
+        if not says_how(recipe):
+            raise RuleError(
+                "this artifact's recipe does not say how to adapt: it names no scoring lever under "
+                "[levers] and no window in [score]; give --with LEVER or --stride N"
+            )
+        levers = tuple(plug_levers(recipe, "infer"))
+        method = replace(method, levers=levers, name="" if changes else ADAPT.name)
+    else:
+        tree["score"] = {k: v for k, v in tree["score"].items() if k not in WINDOWS}
     known = lever_names()
     for name in method.levers:
         if name not in known:
             raise RecipeError(f"--with {name}: no such lever{nearest(name, known)}")
         if find_lever(name).STAGE != "infer":
             raise RecipeError(f"--with {name}: it is no lever of scoring (stage infer)")
-    tree = to_tree(recipe)
     tree["levers"] = {**{name: {} for name in method.levers}, **tree["levers"]}
     for change in changes:
         override = parse_override(change)
         if not _is_about(method, override):
             raise RecipeError(f"--set {change}: expected a value of a lever of --with, or of score")
         tree = merge(tree, override)
-    resolved = resolve_levers(from_tree(tree))
-    _check(method, _levers_of(method, resolved))
+    resolved = _resolve(tree)
+    part = resolved.score
+    if follows:
+        method = replace(method, stride=part.stride, flat=part.flat, order=part.order)
+    elif (part.stride, part.flat, part.order) != (0, False, STREAM):
+        raise RuleError("score.stride, flat and order are set with --stride, --flat and --order")
+    _check(method, _levers_of(method, resolved), resolved.model.context)
     _require_packed(method, resolved, recipe)
     return method, resolved
+
+
+def says_how(recipe: Recipe) -> bool:
+    """True if a recipe says how to score it otherwise than by plain windows."""
+    part = recipe.score
+    asks = bool(part.context or part.stride or part.flat or part.order == PUBLISHED)
+    return asks or bool(plug_levers(recipe, "infer"))
+
+
+def _resolve(tree: Tree) -> Recipe:
+    """The recipe of a tree, its levers resolved; its model reads as many tokens as [score] says."""
+    recipe = from_tree(tree)
+    if context := recipe.score.context:
+        recipe = replace(recipe, model=replace(recipe.model, context=context))
+    return resolve_levers(recipe)
 
 
 def _is_about(method: Method, override: Tree) -> bool:
@@ -98,7 +130,7 @@ def run_method(artifact: Artifact, shard: Shard, request: ScoringRequest) -> Sco
     """Score a shard; the artifact's recipe has the method's levers (`open_method`)."""
     method, runtime, clock = request.method, request.runtime, request.clock
     levers = _levers_of(method, artifact.recipe)
-    _check(method, levers)
+    _check(method, levers, artifact.recipe.model.context)
     adapters = having(levers, "parameters")
     lora = having(levers, "lora")
     if lora:
@@ -130,7 +162,7 @@ def how_of(method: Method, recipe: Recipe, runtime: Runtime) -> dict[str, Any]:
     return {
         **method.as_dict(),
         "settings": {name: recipe.levers[name] for name in _levers_of(method, recipe)},
-        "score": asdict(recipe.score),
+        "score": to_tree(recipe)["score"],
         "products": str(runtime.dtype),
     }
 
@@ -140,8 +172,13 @@ def having(levers: Mapping[str, Any], seam: str) -> list[Any]:
     return [lever for lever in levers.values() if hasattr(lever, seam)]
 
 
-def _check(method: Method, levers: Mapping[str, Any]) -> None:
-    """Refuse levers and options that exclude each other."""
+def _check(method: Method, levers: Mapping[str, Any], context: int) -> None:
+    """Refuse levers and options that exclude each other, and windows that the model cannot read."""
+    if method.stride > context:
+        raise RuleError(
+            f"stride {method.stride}: a window has {context} tokens (model.context, or "
+            "score.context); choose at most as many"
+        )
     seams = ("lora", "parameters", "boundaries")
     lora, stream, phased = ([n for n in levers if hasattr(levers[n], seam)] for seam in seams)
     if lora and stream:
@@ -188,7 +225,7 @@ def method_of(score: Score, recipe: Recipe) -> tuple[Method, Recipe]:
     method = method_from_dict(how)
     if not isinstance(settings, Mapping) or set(method.levers) - set(settings):
         raise RuleError(f"the score {score.method!r} does not say how its levers were set")
-    values = {"levers": {name: settings[name] for name in method.levers}, "score": part}
-    resolved = resolve_levers(from_tree(merge(to_tree(recipe), values)))
+    levers = {"levers": {name: settings[name] for name in method.levers}}
+    resolved = _resolve({**merge(to_tree(recipe), levers), "score": part})
     _require_packed(method, resolved, recipe)
     return method, resolved

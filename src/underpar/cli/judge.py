@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Never
 
@@ -33,24 +34,27 @@ def score(
     artifact: ArtifactPath,
     data: DataPath,
     adapt: Annotated[
-        bool, typer.Option(help="Use the scoring levers that the recipe names.")
+        bool, typer.Option(help="Score as the recipe says: its scoring levers, windows and order.")
     ] = False,
     with_: Annotated[
         list[str] | None,
         typer.Option("--with", help="Use a lever of scoring, may be repeated: lora_ttt, tilt..."),
     ] = None,
     stride: Annotated[
-        int,
+        int | None,
         typer.Option(
             help="Sliding windows: new targets per window. Below the context, windows overlap."
         ),
-    ] = 0,
+    ] = None,
     flat: Annotated[
-        bool, typer.Option(help="Let windows cross the ends of documents; needs --stride.")
-    ] = False,
+        bool | None, typer.Option(help="Let windows cross the ends of documents; needs --stride.")
+    ] = None,
     order: Annotated[
-        str, typer.Option(help="stream: decodable. published: sorted by length, as in the records.")
-    ] = "stream",
+        str | None,
+        typer.Option(
+            help="stream: decodable (default). published: sorted by length, as in the records."
+        ),
+    ] = None,
     seconds: Annotated[
         float, typer.Option(help="After this many seconds, score without learning; 0: never.")
     ] = 0.0,
@@ -82,27 +86,29 @@ def score(
     """
     from underpar.core.runtime import open_runtime
     from underpar.errors import RuleError
-    from underpar.score.method import ADAPT, Method
+    from underpar.score.method import ADAPT, STREAM, Method
     from underpar.score.partial import Stopped
-    from underpar.stages.score import forget_partial, score_artifact
+    from underpar.stages.score import score_artifact
 
-    method = Method(tuple(with_ or ()), stride, flat, order, seconds)
+    changes = list(set_ or ())
     if adapt:
-        if method != Method(seconds=seconds):
-            raise RuleError("--adapt is a method of its own; leave out --with, --stride, --order")
+        if with_:
+            raise RuleError("--adapt uses the levers of the recipe; leave out --with or --adapt")
         method = replace(ADAPT, seconds=seconds)
+        windows = {"stride": stride, "flat": flat, "order": order}
+        changes += [f"score.{k}={dumps(v)}" for k, v in windows.items() if v is not None]
+    else:
+        method = Method(tuple(with_ or ()), stride or 0, bool(flat), order or STREAM, seconds)
     runtime = open_runtime(device, compiled)
     choose_attention(attention, runtime)
-    if fresh:
-        forget_partial(artifact, method)
     progress = open_progress(json, runtime)
     try:
-        scored = score_artifact(artifact, data, runtime, method, set_ or (), progress)
+        scored = score_artifact(artifact, data, runtime, method, changes, progress, fresh)
         summary = scored.summary()
     except Stopped as stopped:
         if runtime.is_main:
             ERR.print(str(stopped), markup=False, soft_wrap=True)
-        summary = {"finished": False, "method": method.label, "step": stopped.step}
+        summary = {"finished": False, "method": stopped.method, "step": stopped.step}
     if runtime.is_main:
         show_summary(json, str(artifact), summary)
 

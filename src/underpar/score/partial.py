@@ -44,6 +44,9 @@ TENSOR, ARRAY = "=tensor", "=array"
 class Stopped(RunError):
     """Raised when a score stops before `step`; it can continue there."""
 
+    # The label of the score, as the command reports it.
+    method = ""
+
     def __init__(self, step: int) -> None:
         super().__init__(
             f"stopped at step {step}; the same command continues there, --fresh starts over"

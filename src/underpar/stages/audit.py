@@ -199,18 +199,19 @@ def rescorer(artifact: Artifact, runtime: Runtime, alphabet: np.ndarray | None =
 
     With an `alphabet` the model is flattened: it knows next to nothing but these tokens.
     """
-    untouched: Predictor | None = None
+    # By context, in which the methods of a run may differ.
+    untouched: dict[int, Predictor] = {}
 
     def reopen(*args: Any) -> Predictor:
         """The artifact's predictor. Building one takes longer than a short text."""
-        nonlocal untouched
-        _, device, adapters, dtype = args
-        if untouched is None:
-            untouched = build_predictor(artifact, device, dtype=dtype)
-        model = deepcopy(untouched.model)
+        wanted, device, adapters, dtype = args
+        context = wanted.recipe.model.context
+        if context not in untouched:
+            untouched[context] = build_predictor(wanted, device, dtype=dtype)
+        model = deepcopy(untouched[context].model)
         if alphabet is not None:
             flatten(model, alphabet)
-        return type(untouched)(model, device, list(adapters), dtype)
+        return Predictor(model, device, list(adapters), dtype)
 
     def rescore(score: Score, shard: Shard, on_commit: OnCommit) -> Score:
         method, recipe = method_of(score, artifact.recipe)

@@ -10,7 +10,7 @@ from typing import Any
 from underpar.build.artifact import read_artifact, require_same_tokenizer
 from underpar.build.scoring import ScoringRequest, how_of, open_method, run_method
 from underpar.core.dist import process_group
-from underpar.core.locks import lock_folder, lock_on_main
+from underpar.core.locks import lock_on_main
 from underpar.core.progress import SILENT, Progress
 from underpar.core.run_folder import RunFolder, write_json
 from underpar.core.runtime import Clock, Runtime
@@ -19,7 +19,7 @@ from underpar.data.folder import data_identity, load_data
 from underpar.data.xz import xz_bytes
 from underpar.score.ledger import Score
 from underpar.score.method import PLAIN, Method
-from underpar.score.partial import Partial, forget
+from underpar.score.partial import Partial, Stopped, forget
 from underpar.submit.script import write_script
 from underpar.train.loop import interruptible
 
@@ -69,15 +69,19 @@ def score_artifact(
     method: Method = PLAIN,
     changes: Sequence[str] = (),
     progress: Progress = SILENT,
+    is_fresh: bool = False,
 ) -> Scored:
     """Score an artifact on the held-out documents; the result is a file beside the artifact.
 
-    A score that was stopped continues. A signal raises `Stopped` after the state is saved.
-    `changes` are settings of the method's levers, as in "levers.lora_ttt.rank=40".
+    A score that was stopped continues, unless it is to be `is_fresh`. A signal raises `Stopped`
+    after the state is saved. `changes` are settings of the method's levers, as in
+    "levers.lora_ttt.rank=40", or of [score].
     """
     clock = Clock("load")
     with process_group(runtime), lock_on_main(artifact_path.parent, runtime):
-        return _score_artifact(artifact_path, data_path, runtime, method, changes, progress, clock)
+        return _score_artifact(
+            artifact_path, data_path, runtime, method, changes, progress, is_fresh, clock
+        )
 
 
 def _score_artifact(
@@ -87,16 +91,19 @@ def _score_artifact(
     method: Method,
     changes: Sequence[str],
     progress: Progress,
+    is_fresh: bool,
     clock: Clock,
 ) -> Scored:
     folder = RunFolder(artifact_path.parent)
     artifact, identity = read_artifact(artifact_path)
-    label = method.label
     method, recipe = open_method(artifact.recipe, method, changes)
+    label = method.label
     data = load_data(data_path)
     require_same_tokenizer(artifact, data.tokenizer)
     what = {"artifact_sha256": identity, "data_identity": data_identity(data)}
-    how, file = how_of(method, recipe, runtime), folder.partial_file(method.label)
+    how, file = how_of(method, recipe, runtime), folder.partial_file(label)
+    if is_fresh and runtime.is_main:
+        forget(file)
     with interruptible() as is_asked, progress.task("score", 1) as task:
 
         def on_share(share: float, bpb: float) -> None:
@@ -104,7 +111,11 @@ def _score_artifact(
 
         partial = Partial(file, {**what, "how": how}, runtime, clock, is_asked, progress.note)
         request = ScoringRequest(method, runtime, clock, on_share, partial=partial)
-        score = run_method(replace(artifact, recipe=recipe), data.val, request)
+        try:
+            score = run_method(replace(artifact, recipe=recipe), data.val, request)
+        except Stopped as stopped:
+            stopped.method = label
+            raise
     about = {
         "artifact_sha256": identity,
         "artifact_bytes": artifact_path.stat().st_size,
@@ -124,10 +135,3 @@ def _score_artifact(
             write_script(folder, artifact.recipe, identity)
     partial.remove()
     return Scored(score, path, about)
-
-
-def forget_partial(artifact_path: Path, method: Method) -> None:
-    """Remove what a stopped score left, so that the next one by this method starts over."""
-    folder = RunFolder(artifact_path.parent)
-    with lock_folder(folder.path):
-        forget(folder.partial_file(method.label))

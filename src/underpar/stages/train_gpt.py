@@ -20,7 +20,7 @@ from pathlib import Path
 
 from underpar.build.levers import plug_levers, resolve_levers, transform_of
 from underpar.build.model import weight_shapes
-from underpar.build.scoring import having
+from underpar.build.scoring import having, says_how
 from underpar.compile.startup import wait_for_workers, warm_compiler
 from underpar.core.dist import ask_main, process_group
 from underpar.core.progress import Task
@@ -111,10 +111,10 @@ def read_recipe(path: Path, seed: int, changes: Sequence[str]) -> Recipe:
 def scoring_of(recipe: Recipe) -> tuple[Method, bool]:
     """How a submission is scored, and whether adapters follow the whole stream, on one rank.
 
-    The method follows from the recipe: with the scoring levers that the recipe names.
+    The method follows from the recipe: as it says, with the scoring levers that it names.
     """
     levers = plug_levers(recipe, "infer")
-    return (ADAPT if levers else PLAIN), bool(having(levers, "parameters"))
+    return (ADAPT if says_how(recipe) else PLAIN), bool(having(levers, "parameters"))
 
 
 def open_data(options: Namespace, recipe: Recipe) -> Path:
