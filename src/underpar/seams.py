@@ -250,6 +250,14 @@ class ModelPlace:
     def frequencies(self, context: int) -> Tensor:
         """Rotary frequencies (dims / 2,): the first `dims` channels of a head are rotated."""
 
+    def attend(
+        self, visit: Visit, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, window: int
+    ) -> Tensor:
+        """The heads' output (N, H, D), in place of one call of `cache.attend` in the visit's slot.
+
+        A lever that calls more than once takes slots below 0 for the others.
+        """
+
     def activate(self, x: Tensor) -> Tensor:
         """The MLP's nonlinearity, in place of the squared ReLU."""
 

@@ -102,8 +102,8 @@ def test_any_split_reads_as_a_pack(
 
 @pytest.mark.parametrize("names", groups_of(MODEL), ids=lambda names: f"{len(names)}-{names[0]}")
 def test_every_model_lever_reads_as_in_a_pack(names: tuple[str, ...]) -> None:
-    # Two dozen levers with random weights carry roundings further than a trained stack.
-    check_parity(randomized(stack_with(*names)), [100, 1, 70], 40, 0, tolerance=1e-4)
+    # In fp64, because levers with random weights carry roundings further than a trained stack.
+    check_parity(randomized(stack_with(*names)).double(), [100, 1, 70], 40, 0, tolerance=1e-9)
 
 
 @pytest.fixture(scope="module")

@@ -29,6 +29,8 @@ LOOP = "levers.loop=true"
         (["levers.norm_scale.power=-1e9"], ("norm_scale.power", "0 to 8")),
         (["levers.qk_gain.init=1e300"], ("qk_gain.init", "1e+300")),
         (["levers.xsa.strength=2.0"], ("xsa.strength", "0 to 1")),
+        (["levers.diff_attn.layers=[11]"], ("diff_attn", "layer 11", "0 to 10")),
+        (["levers.diff_attn=true", "model.num_kv_heads=1"], ("num_kv_heads = 1", "even")),
         (["levers.loop={first=5, last=3}"], ("loop.first", "5")),
         (["levers.loop.start=1.0"], ("loop.start", "1.0")),
         (["levers.recur_ab=true"], ("recur_ab", "without 'loop'")),

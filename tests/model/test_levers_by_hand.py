@@ -154,3 +154,25 @@ def test_recur_lora_starts_as_the_plain_loop() -> None:
     lever = build_model(load_recipe("cpu", ["levers.loop=true", "levers.recur_lora=true"])).levers
     assert not any(b.any() for b in lever.recur_lora.b.values())
     assert torch.equal(lever.recur_lora.gains, torch.ones(6, 2))
+
+
+def test_differential_attention_subtracts_two_maps() -> None:
+    model = model_with("diff_attn.layers=[1, 3]")
+    lever = model.levers.diff_attn
+
+    def heads(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        if layer not in (1, 3):
+            return plain_heads(q, k, v, layer)
+        row, start = layer // 2, 0.8 - 0.6 * torch.tensor(-0.3 * layer).exp()
+        a, b, c, d = lever.vectors[row]
+        share = (a @ b).exp() - (c @ d).exp() + start
+        # Heads 0 and 1 read key head 0, heads 2 and 3 read key head 1.
+        out: dict[int, Tensor] = {}
+        for first, second in ((0, 2), (1, 3)):
+            maps = softmax_map(q[:, first], k[:, 0]) - share * softmax_map(q[:, second], k[:, 1])
+            y = rms(maps @ torch.cat((v[:, 0], v[:, 1]), dim=1))
+            out[first], out[second] = (lever.gain[row] * (1 - start) * y).chunk(2, dim=1)
+        return torch.stack([out[head] for head in range(4)], dim=1)
+
+    with torch.no_grad():
+        assert_equal(model, by_hand(model, [0, 1, 2, 3], heads=heads))

@@ -41,6 +41,7 @@ LEVERS = {
     "value_residual": "underpar.levers.value_residual",
     "value_embed": "underpar.levers.value_embed",
     "window": "underpar.levers.window",
+    "diff_attn": "underpar.levers.diff_attn",
     # `xsa` acts on the plain output of attention, so it comes before the gates.
     "xsa": "underpar.levers.xsa",
     "sparse_attn_gate": "underpar.levers.sparse_attn_gate",

@@ -218,7 +218,10 @@ class Attention(nn.Module):
         q, k = rotate(q, stream.angles), rotate(k, stream.angles)
         for change_qkv in self.hooks.qkv:
             q, k, v = change_qkv(visit, q, k, v, stream)
-        y = stream.cache.attend(visit.slot, q, k, v, self.window)
+        if self.hooks.attend is None:
+            y = stream.cache.attend(visit.slot, q, k, v, self.window)
+        else:
+            y = self.hooks.attend(visit, q, k, v, stream.cache, self.window)
         for hook in self.hooks.attn_out:
             y = hook(self.layer, y, x, v)
         out: Tensor = self.o(y.flatten(-2))

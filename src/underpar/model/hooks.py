@@ -52,6 +52,7 @@ class Hooks:
             self.after = _every(ModelHook.after)
             self.finish = _every(ModelHook.finish)
             self.frequencies = _one(ModelPlace.frequencies)
+            self.attend = _one(ModelPlace.attend)
             self.activate = _one(ModelPlace.activate)
             self.cap = _one(ModelPlace.cap)
         for seam in methods_of(ModelHook):
