@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import pytest
 from small_data import contents, decoded, held_out, prose, published_model, write_file, write_jsonl
 from underpar import __version__
 from underpar.data import build
-from underpar.data.build import BY_FILE, BY_HASH, BuildOptions, build_data, labelled_documents
+from underpar.data.build import BuildOptions, build_data
 from underpar.data.folder import load_data
+from underpar.data.hold_out import BY_FILE, BY_HASH, by_hash, labelled_documents
 from underpar.data.sources import corpus
 from underpar.data.sources.corpus import Reading, document_hash, is_held_out, read_documents
 from underpar.data.tokens.train_bpe import train_tokenizer
@@ -289,9 +291,10 @@ def test_options_that_cannot_be_are_refused() -> None:
 
 def test_an_empty_split_is_refused(docs: Path, folder: Path, tmp_path: Path) -> None:
     options = replace(OPTIONS, vocab_size=None, tokenizer=folder / "tokenizer.model")
-    for holdout, split in ((1e-9, "val"), (1 - 1e-9, "train")):
-        message = refusal([docs], tmp_path, replace(options, holdout=holdout))
-        assert f"none of 43 documents falls into {split}" in message
+    message = refusal([docs], tmp_path, replace(options, holdout=1e-9))
+    assert "none of 43 documents falls into val with holdout 1e-09: change holdout" in message
+    message = refusal([docs], tmp_path, replace(options, holdout=1 - 1e-9))
+    assert re.search("none of [0-9]+ documents falls into train", message)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -343,7 +346,7 @@ def test_a_held_out_document_among_the_training_files_is_refused(
 
 def test_labels_are_those_of_the_build(docs: Path, folder: Path) -> None:
     data = load_data(folder)
-    labelled = list(labelled_documents(data.manifest["inputs"], HOLDOUT, Reading()))
+    labelled = list(labelled_documents(data.manifest["inputs"], by_hash(HOLDOUT), Reading()))
     for split, shard in (("train", data.train), ("val", data.val)):
         digests = [digest for name, digest, _ in labelled if name == split]
         assert digests == [row.tobytes() for row in shard.doc_hashes]

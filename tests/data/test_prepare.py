@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from small_data import prose, published_model
+from underpar.data.hold_out import BY_FILE, HoldOut, by_hash
 from underpar.data.prepare import Job, Plan, Prepared, Preparer, prepare_all
 from underpar.data.shards import CHANGED, REPAIRED, Columns
 from underpar.data.sources.corpus import RawBatch, Reading, Tally, document_hash, is_held_out
@@ -31,7 +32,8 @@ def plan(
     fraction: float | None = None,
     bad_input: str = "refuse",
 ) -> Plan:
-    return Plan(tokenizer, transform, Reading(bad_input=bad_input), fraction)
+    hold_out = by_hash(fraction) if fraction else HoldOut(BY_FILE)
+    return Plan(tokenizer, transform, Reading(bad_input=bad_input), hold_out)
 
 
 def documents(columns: Columns) -> list[np.ndarray]:
@@ -144,12 +146,14 @@ def test_fewer_than_one_worker_is_refused(tmp_path: Path) -> None:
 
 ENDLESS = """
 from itertools import repeat
+from underpar.data.hold_out import by_hash
 from underpar.data.prepare import Plan, prepare_all
 from underpar.data.sources.corpus import RawBatch, Reading
 from underpar.data.tokens import byte260
 
 job = RawBatch("a.jsonl", True, 1, [b'{"text": "a"}']), "train"
-for _ in prepare_all(Plan(byte260.CONTENT, "identity", Reading(), None), repeat(job), workers=2):
+plan = Plan(byte260.CONTENT, "identity", Reading(), by_hash(0.1))
+for _ in prepare_all(plan, repeat(job), workers=2):
     print("started", flush=True)
 """
 

@@ -107,6 +107,20 @@ def test_build_counts_and_names_what_it_skips(tmp_path: Path, fails: Fails) -> N
     assert "first is [1], expected a list of strings" in fails("data", "inspect", out)
 
 
+def test_build_holds_out_the_end_of_a_novel(tmp_path: Path, fails: Fails) -> None:
+    novel = write_file(tmp_path / "novel.txt", "\n\n".join(prose(20)).encode())
+    words = ("data", "build", novel, "--out", tmp_path / "out", *BYTES)
+    assert "--val names the held-out files" in fails(*words, "--val", novel, "--holdout", 0.2)
+    assert "holdout is 2.0, expected a fraction" in fails(*words, "--holdout", 2)
+    output = run(*words, "--holdout", 0.2)
+    assert "of each, the last 20% is held out, in pieces of up to 1,000 characters" in output
+    manifest = run_json("data", "inspect", tmp_path / "out")
+    assert 0.15 < manifest["val"]["bytes"] / novel.stat().st_size < 0.25
+    words = (*words, "--overwrite", "--holdout", 0.2, "--split-documents", 700)
+    assert "the last" not in run(*words)
+    assert run_json("data", "inspect", tmp_path / "out")["split"]["fraction"] == 0.2
+
+
 def test_build_refuses_in_one_line(docs: Path, tmp_path: Path, fails: Fails) -> None:
     words = ("data", "build", docs, "--out", tmp_path / "out", *PLAIN)
     assert "also held out" in fails(*words, *BYTES, "--val", docs)

@@ -23,7 +23,6 @@ from underpar.audit.finding import DEVIATION, PASS, Finding, judge, not_shown
 from underpar.audit.probes import pick_documents
 from underpar.build.levers import plug_levers
 from underpar.build.model import weight_shapes
-from underpar.data.build import labelled_documents
 from underpar.data.duplicates import (
     PART_TOKENS,
     NearPair,
@@ -39,6 +38,7 @@ from underpar.data.folder import (
     max_natural_copies,
     sidecar_name,
 )
+from underpar.data.hold_out import BY_END, labelled_documents, stated_hold_out
 from underpar.data.shards import CHANGED, Shard
 from underpar.data.sources.corpus import Reading, is_held_out
 from underpar.data.tokens.tokenizer import Tokenizer
@@ -222,12 +222,10 @@ def _source_differs(case: Case) -> str | None:
     files = [(Path(row["path"]), row["sha256"]) for row in manifest["inputs"]]
     if not all(file.is_file() and hash_file(file) == sha256 for file, sha256 in files):
         return None
-    split, reading = manifest["split"], Reading(**manifest["reading"])
+    hold_out, reading = stated_hold_out(manifest), Reading(**manifest["reading"])
     hashes: dict[str, list[bytes]] = {"train": [], "val": []}
     num_held_out = num_changed = 0
-    for name, digest, document in labelled_documents(
-        manifest["inputs"], split["fraction"], reading
-    ):
+    for name, digest, document in labelled_documents(manifest["inputs"], hold_out, reading):
         hashes[name].append(digest)
         if name == "val" and not case.data.tokenizer.lossless:
             decoded = _decode(case, num_held_out)
@@ -315,8 +313,13 @@ def _find_copies(
 
 
 def _is_chosen(case: Case) -> bool:
-    """Whether the held-out documents are those that somebody chose, and not expected ones."""
-    return case.data.manifest["split"]["fraction"] is None and not case.limits.data_sha256
+    """Whether the held-out documents are those that somebody chose, and not expected ones.
+
+    The ends of documents are no choice: the rule on bytes takes them from the source again.
+    """
+    split = case.data.manifest["split"]
+    is_chosen = split["fraction"] is None and split.get("rule") != BY_END
+    return is_chosen and not case.limits.data_sha256
 
 
 def _breaks_split_rule(case: Case) -> list[str]:

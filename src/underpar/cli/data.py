@@ -11,7 +11,7 @@ import typer
 
 from underpar.cli.console import OUT, open_progress, show_json, show_table
 from underpar.cli.options import Json, Set, app, show_summary
-from underpar.errors import one_line
+from underpar.errors import DataError, one_line
 
 if TYPE_CHECKING:
     from underpar.core.fields import Fields
@@ -50,6 +50,16 @@ def data_build(
         list[Path] | None,
         typer.Option(help="Hold out the text of these files instead of a share by hash."),
     ] = None,
+    holdout: Annotated[
+        float | None,
+        typer.Option(help="Share of the documents to hold out, instead of the recipe's."),
+    ] = None,
+    split_documents: Annotated[
+        int,
+        typer.Option(
+            help="Cut longer documents into pieces of at most so many characters, each a document."
+        ),
+    ] = 0,
     field: Annotated[str, typer.Option(help="Field or column that holds the text.")] = "text",
     bad_input: Annotated[
         str, typer.Option(help="refuse or repair: invalid UTF-8, lone surrogates, empty texts.")
@@ -64,22 +74,26 @@ def data_build(
 
     \b
     underpar data build my-texts --out data
+    underpar data build novel.txt --out data --holdout 0.05
     underpar data build corpus.jsonl.xz --out data --recipe pr2014
     underpar data build more.parquet --out more --tokenizer data/tokenizer.model --field content
 
-    The same documents are held out on every machine, because their hash decides. The folder is
-    written beside its place and moved there when it is whole.
+    The same documents are held out on every machine, because their hash decides. Of fewer than 20
+    documents, such as one novel, the ends are held out. The folder is written beside its place and
+    moved there when it is whole.
     """
     from underpar.build.recipe import load_checked
     from underpar.core.runtime import num_cores
     from underpar.data.sources.corpus import Reading
     from underpar.stages.data import build_data_folder, build_options
 
+    if val and holdout is not None:
+        raise DataError("--val names the held-out files, so --holdout has no meaning; give one")
     options = build_options(load_checked(recipe, set_ or ()), tokenizer)
     options = replace(
         options,
-        holdout=val or options.holdout,
-        reading=Reading(field, bad_input),
+        holdout=val or (options.holdout if holdout is None else holdout),
+        reading=Reading(field, bad_input, split_documents),
         licence=licence,
         workers=workers or num_cores(),
     )
@@ -265,6 +279,13 @@ def _show_manifest(path: Path, manifest: dict[str, Any], json: bool) -> None:
 
 def _notes(fields: Fields) -> Iterator[str]:
     """What a manifest says beyond its counts, a line each."""
+    if "end_fraction" in fields.table("split").values:
+        share = fields.table("split").finite("end_fraction")
+        size = fields.table("reading").count("split_documents")
+        yield (
+            f"too few documents to hold some out: of each, the last {share:.0%} is held out, in "
+            f"pieces of up to {size:,} characters"
+        )
     if "skipped" in fields.values:
         skipped = fields.table("skipped")
         kinds = ", ".join(f"{n:,.0f} {kind}" for kind, n in skipped.numbers("kinds").items())

@@ -2,24 +2,21 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from underpar import __version__
 from underpar.data.folder import hash_file
 from underpar.data.folder_writer import FolderWriter, new_data_folder
+from underpar.data.hold_out import HoldOut, Source, choose_hold_out, labelled_documents
 from underpar.data.prepare import Job, Plan, prepare_all
 from underpar.data.sources.corpus import (
-    Document,
     Inputs,
     Reading,
     Tally,
-    document_hash,
     list_inputs,
-    read_documents,
     read_raw,
-    split_of,
 )
 from underpar.data.tokens import byte260
 from underpar.data.tokens.sample import SAMPLE_BYTES, sample_by_hash
@@ -28,17 +25,12 @@ from underpar.data.tokens.train_bpe import train_tokenizer
 from underpar.data.transforms import IDENTITY
 from underpar.errors import DataError
 
-BY_HASH = "val if the first 8 bytes of sha256(text), big-endian, are < fraction * 2^64"
-BY_FILE = "val if in an input marked val: the corpus's published split"
-
 # How many skipped files the manifest names.
 NUM_SKIPPED_NAMES = 10
 
 Progress = Callable[[str, int], None]
 # The share of documents held out by hash, or the files with the held-out documents.
 Holdout = float | Sequence[Path]
-# (split, SHA-256 of the text, document)
-Labelled = tuple[str, bytes, Document]
 
 
 @dataclass(frozen=True)
@@ -91,14 +83,15 @@ def _build(
 ) -> dict[str, Any]:
     groups = _list_groups(inputs, options)
     sources = _describe_inputs(groups, options)
-    content = _tokenizer_content(sources, options, report)
+    hold_out, reading = choose_hold_out(sources, options.fraction, options.reading)
+    content = _tokenizer_content(sources, hold_out, replace(options, reading=reading), report)
     tokenizer = open_tokenizer(content, options.transform)
     _check_vocab_size(tokenizer, options)
-    plan = Plan(content, options.transform, options.reading, options.fraction)
+    plan = Plan(content, options.transform, reading, hold_out)
     tally = Tally()
     # Equal documents have equal hashes and thus one split. Only files can put a text on both sides.
     with FolderWriter(out, tokenizer, max_shared=None if options.fraction else 0) as writer:
-        jobs = _jobs(sources, options.reading.field)
+        jobs = _jobs(sources, reading.field)
         for (batch, _), prepared in prepare_all(plan, jobs, options.workers):
             tally.add(prepared.tally)
             for split, columns in prepared.splits.items():
@@ -110,11 +103,8 @@ def _build(
             "tool": f"underpar {__version__}",
             "inputs": [{**s, "documents": writer.ranges.get(s["path"], {})} for s in sources],
             **_describe_skipped(groups),
-            "split": {
-                "rule": BY_HASH if options.fraction else BY_FILE,
-                "fraction": options.fraction,
-            },
-            "reading": asdict(options.reading),
+            "split": hold_out.describe(),
+            "reading": reading.describe(),
             "tally": asdict(tally),
         }
     )
@@ -127,7 +117,7 @@ def _list_groups(inputs: Sequence[Path], options: BuildOptions) -> dict[str, Inp
     return {"val": list_inputs(options.holdout), "train": list_inputs(inputs)}
 
 
-def _describe_inputs(groups: dict[str, Inputs], options: BuildOptions) -> list[dict[str, Any]]:
+def _describe_inputs(groups: dict[str, Inputs], options: BuildOptions) -> list[Source]:
     return [
         {
             "path": str(file),
@@ -157,18 +147,8 @@ def _describe_skipped(groups: dict[str, Inputs]) -> dict[str, Any]:
     }
 
 
-def labelled_documents(
-    sources: Sequence[dict[str, Any]], fraction: float | None, reading: Reading
-) -> Iterator[Labelled]:
-    """(split, hash, document) of every document in `sources`, the inputs of a manifest."""
-    for source in sources:
-        for document in read_documents([Path(source["path"])], reading):
-            digest = document_hash(document.text)
-            yield split_of(digest, fraction, source["split"]), digest, document
-
-
 def _tokenizer_content(
-    sources: list[dict[str, Any]], options: BuildOptions, report: Progress
+    sources: list[Source], hold_out: HoldOut, options: BuildOptions, report: Progress
 ) -> bytes:
     if options.tokenizer is not None:
         return read_model(options.tokenizer)
@@ -178,7 +158,7 @@ def _tokenizer_content(
         raise DataError("vocab_size is needed to train a tokenizer, set it or give a tokenizer")
 
     def training_documents() -> Iterator[tuple[bytes, str]]:
-        labelled = labelled_documents(sources, options.fraction, options.reading)
+        labelled = labelled_documents(sources, hold_out, options.reading)
         for number, (split, digest, document) in enumerate(labelled, start=1):
             report("tokenizer", number)
             if split == "train":
@@ -196,7 +176,7 @@ def _check_vocab_size(tokenizer: Tokenizer, options: BuildOptions) -> None:
         )
 
 
-def _jobs(sources: list[dict[str, Any]], text_field: str) -> Iterator[Job]:
+def _jobs(sources: list[Source], text_field: str) -> Iterator[Job]:
     for source in sources:
         for batch in read_raw(Path(source["path"]), text_field):
             yield batch, source["split"]
@@ -206,5 +186,5 @@ def _refuse_empty_split(writer: FolderWriter, tally: Tally, options: BuildOption
     for split in writer.empty_splits:
         raise DataError(
             f"none of {tally.documents} documents falls into {split} "
-            f"with holdout {options.fraction}: change holdout or add documents"
+            f"with holdout {options.fraction}: change holdout or add text"
         )

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from underpar import __version__
-from underpar.data.build import BY_HASH, BuildOptions
+from underpar.data.build import BuildOptions
 from underpar.data.folder import SPLITS, DataFolder, load_data
 from underpar.data.folder_writer import FolderWriter, new_data_folder
+from underpar.data.hold_out import by_hash
 from underpar.data.prepare import Plan, Preparer
 from underpar.data.shards import Columns, Shard
 from underpar.data.sources.corpus import RawBatch, Tally
@@ -44,9 +45,9 @@ def write_part(
 
 
 def _write_part(texts: Iterable[tuple[str, str]], out: Path, options: BuildOptions) -> Manifest:
-    assert options.tokenizer is not None
-    content = read_model(options.tokenizer)
-    preparer = Preparer(Plan(content, options.transform, options.reading, options.fraction))
+    assert options.tokenizer is not None and options.fraction is not None
+    content, hold_out = read_model(options.tokenizer), by_hash(options.fraction)
+    preparer = Preparer(Plan(content, options.transform, options.reading, hold_out))
     tally = Tally()
     with FolderWriter(out, preparer.tokenizer, max_shared=None) as writer:
         for batch in _raw_batches(texts, options.reading.field):
@@ -62,7 +63,7 @@ def _write_part(texts: Iterable[tuple[str, str]], out: Path, options: BuildOptio
                 {"path": source, "split": "train", "licence": options.licence, "documents": spans}
                 for source, spans in writer.ranges.items()
             ],
-            "split": {"rule": BY_HASH, "fraction": options.fraction},
+            "split": hold_out.describe(),
             "tally": asdict(tally),
         }
     )

@@ -13,8 +13,9 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from underpar.data.hold_out import HoldOut
 from underpar.data.shards import CHANGED, REPAIRED, Columns, token_dtype
-from underpar.data.sources.corpus import RawBatch, Reading, Tally, parse, split_of
+from underpar.data.sources.corpus import RawBatch, Reading, Tally, parse
 from underpar.data.tokens.tokenizer import Tokenizer, open_tokenizer
 from underpar.data.tokens.words import Pieces
 from underpar.data.workers import map_in_order
@@ -27,7 +28,7 @@ class Plan:
     tokenizer: bytes
     transform: str
     reading: Reading
-    fraction: float | None  # share held out by hash; None if the files decide
+    hold_out: HoldOut
 
 
 @dataclass(frozen=True)
@@ -54,13 +55,13 @@ class Preparer:
         self.tokenizer: Tokenizer = open_tokenizer(plan.tokenizer, plan.transform)
 
     def prepare(self, batch: RawBatch, file_split: str) -> Prepared:
-        """Columns of a batch; `file_split` is the split of documents that no hash holds out."""
+        """Columns of a batch; `file_split` is that of documents that no rule holds out."""
         tally = Tally()
         items_of: dict[str, list[_Item]] = {}
         for document in parse(batch, self._plan.reading, tally):
             raw = document.text.encode("utf-8")
             item = _Item(document.text, raw, hashlib.sha256(raw).digest(), document.is_repaired)
-            split = split_of(item.digest, self._plan.fraction, file_split)
+            split = self._plan.hold_out.split_of(item.digest, file_split)
             items_of.setdefault(split, []).append(item)
         columns = {split: self._columns(split, items) for split, items in items_of.items()}
         return Prepared(columns, tally)

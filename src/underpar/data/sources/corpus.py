@@ -1,4 +1,4 @@
-"""Documents: read text, JSON-lines and parquet files; hash documents and split them by hash."""
+"""Documents: read text, JSON-lines and parquet files; cut long documents; hash documents."""
 
 import codecs
 import gzip
@@ -72,14 +72,6 @@ def is_held_out(digest: bytes, fraction: float) -> bool:
     return int.from_bytes(digest[:8], "big") < fraction * 2**64
 
 
-def split_of(digest: bytes, fraction: float | None, file_split: str) -> str:
-    """The hold-out rule: "val" if the document's hash is held out, else the split of its file.
-
-    `fraction` is None if only the files decide.
-    """
-    return "val" if fraction is not None and is_held_out(digest, fraction) else file_split
-
-
 def demo_corpus() -> Path:
     """The JSON-lines file that comes with the package (licences: NOTICE.md in the same folder)."""
     return Path(str(resources.files("underpar").joinpath("data", "demo", "demo.jsonl.xz")))
@@ -122,14 +114,24 @@ def list_inputs(paths: Sequence[Path]) -> Inputs:
 
 @dataclass(frozen=True)
 class Reading:
-    """How to read: the field with the text, and what to do with bad input."""
+    """How to read: the field with the text, what to do with bad input, and where to cut."""
 
     field: str = "text"
     bad_input: str = REFUSE
+    # Longer documents are cut into pieces of at most so many characters; 0: none is.
+    split_documents: int = 0
 
     def __post_init__(self) -> None:
+        if self.split_documents < 0:
+            raise DataError(
+                f"split_documents is {self.split_documents}, expected characters, or 0 to cut none"
+            )
         if self.bad_input not in (REFUSE, REPAIR):
             raise DataError(f"bad_input is {self.bad_input!r}, expected {REFUSE!r} or {REPAIR!r}")
+
+    def describe(self) -> dict[str, str | int]:
+        """What the manifest says; `split_documents` only if documents were cut."""
+        return {name: value for name, value in vars(self).items() if value != 0}
 
 
 @dataclass(frozen=True)
@@ -205,16 +207,34 @@ def parse(batch: RawBatch, reading: Reading, tally: Tally) -> list[Document]:
         text, num_surrogates = _without_surrogates(text, where, reading)
         num_replaced += num_surrogates
         is_repaired = num_replaced > 0 or mark != b""
-        tally.documents += 1
+        pieces = cut_text(text, reading.split_documents)
+        tally.documents += len(pieces)
         tally.repaired += is_repaired
         tally.replaced_characters += num_replaced
         if text:
-            documents.append(Document(text, source, is_repaired))
+            documents += [Document(piece, source, is_repaired) for piece in pieces]
         elif reading.bad_input == REPAIR:
             tally.left_out_empty += 1
         else:
             raise DataError(f"{where}: empty document, remove it or read with --bad-input repair")
     return documents
+
+
+def cut_text(text: str, most_characters: int) -> list[str]:
+    """The text in pieces of about equal length: at ends of paragraphs, or lines, or words."""
+    pieces, begin = [], 0
+    while most_characters and len(text) - begin > most_characters:
+        rest = len(text) - begin
+        longest = -(-rest // -(-rest // most_characters))
+        end = begin + longest
+        for mark in ("\n\n", "\n", " "):
+            found = text.rfind(mark, begin + longest // 2, end)
+            if found >= 0:
+                end = found + len(mark)
+                break
+        pieces.append(text[begin:end])
+        begin = end
+    return [*pieces, text[begin:]]
 
 
 def _ending(path: Path) -> str:
