@@ -16,6 +16,7 @@ from underpar.build.levers import find_lever, lever_names, resolve_levers
 from underpar.cli import app
 from underpar.errors import RecipeError
 from underpar.kernels.attention import attend
+from underpar.lab.claims import read_claims
 from underpar.lab.flops import count_flops, count_keys
 from underpar.lab.lever_cards import (
     EFFECTS,
@@ -98,7 +99,15 @@ def test_effects_are_of_levers_and_of_entries_of_the_log() -> None:
     for effect in (effect for name in entries for effect in read_effects(name)):
         day = re.match(r"LOG\.md (\S+), ", effect.where)
         assert day is None or day[1] in days, effect
-        assert day or effect.where.startswith(("docs/", "underpar ablate")), effect
+        places = ("docs/", "underpar ablate", "underpar lab variants")
+        assert day or effect.where.startswith(places), effect
+
+
+def test_effects_of_claims_are_of_claims_about_their_lever() -> None:
+    claims = read_claims()
+    for name in lever_names():
+        for effect in read_effects(name):
+            assert not effect.claim or claims[effect.claim].lever == name, effect
 
 
 def test_a_gain_is_the_difference_of_its_figures(tmp_path: Path) -> None:

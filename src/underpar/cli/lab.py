@@ -415,3 +415,48 @@ def lab_results(
 
     write_results(out, runs, public or PUBLIC_RUNS)
     show_json({"page": str(out)}) if json else typer.echo(out)
+
+
+@lab_app.command("variants")
+def lab_variants(
+    data: DataPath,
+    out: Annotated[Path, typer.Option(help="Folder for all runs and the result.")],
+    claim: Annotated[
+        list[str] | None,
+        typer.Option(help="Test this claim, may be repeated; default: all with variants."),
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option(help="A TOML file of claims in place of the shipped one.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(help="Runs of each variant.")] = 1,
+    jobs: Annotated[
+        int, typer.Option(help="Runs at a time; more than 1 needs a budget of steps.")
+    ] = 1,
+    known: Annotated[
+        Path | None, typer.Option(help="A variants.json whose figures need not be made again.")
+    ] = None,
+    set_: Set = None,
+    device: Device = "auto",
+    json: Json = False,
+) -> None:
+    """Test published claims: train, pack and score variants of a recipe and compare them.
+
+    \b
+    underpar lab variants --data data --out runs/claims --claim recurrence-start
+    underpar lab variants --data data --out runs/claims --claim qat-lite --seeds 2
+    underpar lab variants --data data --out runs/steps --claim recurrence-kind --jobs 2 \\
+        --set train.budget_seconds=0 --set train.reserve_seconds=0 --set train.budget_steps=1000
+
+    Variants with equal recipes share one run. The same command continues what was stopped. The
+    result is OUT/variants.json and OUT/variants.md; OUT/effects.toml has the entries that
+    docs/levers.md is made from. Exit code 2 if a stage failed.
+    """
+    from underpar.lab import variants as lab
+    from underpar.lab.claims import VARIANTS
+
+    names, overrides = tuple(claim or ()), tuple(set_ or ())
+    request = lab.Request(file or VARIANTS, names, overrides, seeds)
+    progress = open_progress(json)
+    result, failed = lab.run_variants(request, data, out, device, jobs, known, progress)
+    show_json(result) if json else typer.echo((out / "variants.md").read_text())
+    raise typer.Exit(2 if failed else 0)

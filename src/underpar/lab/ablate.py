@@ -203,7 +203,7 @@ def run_plan(
     if num_at_once < 1:
         raise BenchError(f"{num_at_once} runs at once do nothing; use at least 1")
     for job in plan.jobs:
-        _refuse_other_run(job, RunFolder(out / job.name), data_identity)
+        refuse_other_run(job, RunFolder(out / job.name), data_identity)
     outcome = Outcome({}, {})
     tokens = plan.request.num_tokens
 
@@ -227,10 +227,13 @@ def run_plan(
     return outcome
 
 
-def _refuse_other_run(job: Job, folder: RunFolder, data_identity: str | None) -> None:
+def refuse_other_run(job: Job, folder: RunFolder, data_identity: str | None) -> None:
+    """Refuse a folder that holds the run of another recipe or of other data."""
     if not folder.about_file.exists():
         return
     about = folder.read_json(folder.about_file)
+    # The two hashes differ if micro-batches did not fit in memory.
+    about["recipe_hash"] = about.get("asked_recipe_hash", about.get("recipe_hash"))
     wanted = {"recipe_hash": job.recipe_hash, "data_identity": data_identity}
     for key, value in wanted.items():
         if value is not None and about.get(key) != value:

@@ -53,6 +53,8 @@ class Effect:
     """The dated entry of the log, or the page, that has the figure."""
     verdict: str
     """One of VERDICTS."""
+    claim: str = ""
+    """The claim of `variants.toml` that it was measured for."""
 
     def __post_init__(self) -> None:
         assert self.verdict in VERDICTS, self
@@ -191,7 +193,9 @@ def _effect(entry: Mapping[str, Any]) -> Effect:
         figure = _mbpb(entry["gain"] / 1000, 1)
     else:
         figure = entry["figure"]
-    return Effect(figure, entry["setting"], entry["where"], entry["verdict"])
+    return Effect(
+        figure, entry["setting"], entry["where"], entry["verdict"], entry.get("claim", "")
+    )
 
 
 def _ablation_effect(row: Mapping[str, Any], result: Mapping[str, Any]) -> Effect:

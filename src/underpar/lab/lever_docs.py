@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources.abc import Traversable
 from typing import Any
 
+from underpar.lab.claims import Claim, read_claims
 from underpar.lab.lever_cards import (
     ABLATION,
     NOT_MEASURED,
@@ -28,8 +29,8 @@ A lever is one idea in one file. It plugs into a named seam of the stack (`src/u
 and does nothing unless a recipe names it. `docs/lever-walkthrough.md` walks through one file line
 by line.
 
-This page is made from the files of the levers, `src/underpar/lab/effects.toml` and
-`src/underpar/lab/ablation.json`. After a change of one of them run
+This page is made from the files of the levers and from `effects.toml`, `variants.toml` and
+`ablation.json` in `src/underpar/lab`. After a change of one of them run
 
     underpar levers --markdown > docs/levers.md
 
@@ -77,6 +78,23 @@ levers it needs. Only levers of stage "model" add something.
   the setting says which. "lost twice" marks a lever that made things worse in two measurements
   or more and never helped; {lost}."""
 
+CLAIMS = """## Published effects, and ours
+
+"Ours" was measured by this project, on its own text, models and budgets, and mostly with other
+settings than the published figure: the section of the lever has them. "Same direction" says no more
+than that: a gain where a gain was published, or a loss where a loss was. The claims with a name are
+measured by `underpar lab variants --claim NAME`.
+
+{table}"""
+
+# What an effect says of a claim that the lever helps.
+DIRECTIONS = {
+    "helps": "same direction",
+    "hurts": "other direction",
+    "none": "not shown",
+    "cost": "time only",
+}
+
 MEASURED = """## One recipe without each lever
 
 `underpar ablate` measures what a lever is worth to a whole stack. {recipe} (hash
@@ -119,7 +137,34 @@ def to_markdown(cards: Sequence[LeverCard], ablation: Traversable = ABLATION) ->
     table = _table(("lever", *SUMMARY, "measured"), rows)
     measured = ablation_section(json.loads(ablation.read_text())) if ablation.is_file() else ""
     sections = (_section(card, effects[card.name]) for card in cards)
-    return "\n\n".join(filter(None, (INTRODUCTION + table, guide, measured, *sections))) + "\n"
+    claims = claims_section(list(read_claims().values()), effects)
+    parts = (INTRODUCTION + table, guide, claims, measured, *sections)
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def claims_section(claims: Sequence[Claim], effects: Mapping[str, Sequence[Effect]]) -> str:
+    """Published effects beside ours."""
+    columns = ("lever", "claim", "published", "source", "ours", "verdict", "name")
+    rows = []
+    for claim in claims:
+        ours, verdict = _beside(claim, effects.get(claim.lever, ()))
+        name = f"`{claim.name}`" if claim.variants else ""
+        published = (f"[{claim.lever}](#{claim.lever})", claim.claim, claim.published, claim.source)
+        rows.append((*published, ours, verdict, name))
+    return CLAIMS.format(table=_table(columns, rows))
+
+
+def _beside(claim: Claim, effects: Sequence[Effect]) -> tuple[str, str]:
+    """Our effect and the verdict on a claim."""
+    found = [effect for effect in effects if effect.claim == claim.name]
+    if not claim.variants:
+        found = found or list(effects)
+    if not found:
+        return f"{NOT_MEASURED} yet", ""
+    verdict = found[0].verdict
+    if claim.hurts:
+        verdict = {"helps": "hurts", "hurts": "helps"}.get(verdict, verdict)
+    return found[0].figure, DIRECTIONS[verdict]
 
 
 def headline(effects: Sequence[Effect]) -> str:

@@ -48,18 +48,19 @@ def train_words(job: Job, recipe: str, data: Path, out: Path, device: str) -> li
 
 def launcher(recipe: str, data: Path, out: Path, device: str) -> Launch:
     """A function that starts `underpar train` for a job, as a process with a log."""
+    return lambda job: start(train_words(job, recipe, data, out, device), out / job.name)
 
-    def start(job: Job) -> subprocess.Popen[bytes]:
-        folder = out / job.name
-        folder.mkdir(parents=True, exist_ok=True)
-        words = train_words(job, recipe, data, out, device)
-        words = [sys.executable, "-m", "underpar", *words]
-        with (folder / LOG).open("ab") as log:
-            return subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
-            )
 
-    return start
+def start(words: Sequence[str], folder: Path) -> subprocess.Popen[bytes]:
+    """Start `underpar` with these words; its output is appended to a log in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOG).open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "underpar", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
 
 
 def run_jobs(
