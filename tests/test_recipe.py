@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from underpar.build.levers import plug_levers
+from underpar.build.levers import plug_levers, resolve_levers
 from underpar.errors import RecipeError
 from underpar.recipe import Recipe, list_recipes, load_recipe, merge, parse_override, to_toml
 
@@ -93,6 +93,7 @@ def test_mistakes_are_named(override: str, words: tuple[str, ...]) -> None:
         ("levers.emma=true", "'ema'"),
         ("levers.ema.horzon=1", "'horizon'"),
         ("levers.ema.horizon=-1.0", "more than 0"),
+        ("levers.ema.decay=1.0", "decay = 1.0: expected 0 up to 1"),
         ("levers.bigram.buckets=1", "at least 2"),
     ],
 )
@@ -152,5 +153,8 @@ def test_a_setting_that_old_recipes_lack_changes_their_hash_only_if_it_is_set() 
     assert "piece_tokens = 0" in to_toml(recipe, complete=True)
     changed = load_recipe("baseline", ["train.piece_tokens=64"])
     assert "piece_tokens = 64" in to_toml(changed) and changed.hash != recipe.hash
+    lever = resolve_levers(load_recipe("baseline", ["levers.ema.decay=0.0"]))
+    assert lever == resolve_levers(load_recipe("baseline", ["levers.ema=true"]))
+    assert "decay" not in lever.levers["ema"]
     with pytest.raises(RecipeError, match=r"train.piece_tokens = -1: expected 0 or more"):
         load_recipe("baseline", ["train.piece_tokens=-1"])

@@ -13,11 +13,13 @@ from underpar.core.run_folder import RunFolder
 from underpar.core.runtime import Runtime
 from underpar.data.folder import load_data
 from underpar.errors import RecipeError
+from underpar.lab.deviations import STACKED, deviations_of
 from underpar.recipe import Recipe, load_recipe, scaled_values, to_toml, to_tree
 from underpar.stages.train import begin_run, make_trainer
 from underpar.train.step import step_of
 
 PUBLISHED = ("pr2014", "pr2135", "pr1894", "pr1219")
+EMA = ("pr2014", "pr2135", "pr1219")
 
 
 def step_tokens(recipe: Recipe) -> int:
@@ -37,15 +39,20 @@ def test_one_gpu_scales_batch_and_steps_and_leaves_the_rest(name: str) -> None:
     # To whole sequences: 18,432 tokens are 0.25 and 0.3 of the micro-batches of PR 1219.
     assert step_tokens(small) / step_tokens(whole) == pytest.approx(0.25, abs=0.02)
     assert small.train.rewarm_steps == whole.train.rewarm_steps // 4
+    assert small.train.momentum_warmup_steps == 1500 // 4
     assert (whole.train.budget_seconds, small.train.budget_seconds) == (600, 300)
-    before, after = to_tree(whole), to_tree(small)
-    changed = {
-        f"{part}.{key}"
-        for part in before
-        for key in before[part]
-        if before[part][key] != after[part][key]
-    }
+    changed = {row.key for row in deviations_of(f"{name}+one-gpu", small) if row.why == STACKED}
     assert changed == {"train.budget_seconds", *scaled_values(f"{name}+one-gpu")}
+
+
+def test_an_average_covers_fewer_steps(tmp_path: Path) -> None:
+    decays = {name: load_recipe(f"{name}+one-gpu").levers["ema"]["decay"] for name in EMA}
+    assert decays == {"pr2014": 0.986, "pr2135": 0.986, "pr1219": 0.988}
+    short = stack(tmp_path, "[levers.ema]\ndecay = 0.5\n", "[scale]\nsteps = 0.25\n")
+    with pytest.raises(RecipeError, match=r"scale.steps = 0.25: an average with decay 0.5"):
+        load_recipe(short)
+    # A share of the run stays.
+    assert load_recipe("demo+one-gpu").levers["ema"] == {"horizon": 0.03}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -138,8 +138,10 @@ class TrainPart:
     `rewarm_steps` steps. Documents of more than `piece_tokens` (0: none) are read in pieces, which
     are shuffled like documents; see data/order.py.
 
-    Schedules: `decay_curve` scales weight decay over the run: ("1@0.7", "0.5@1") is constant up to
-    0.7 and falls to a half at the end.
+    Schedules: Muon's momentum rises from `momentum_start` to `momentum` over the first share
+    `momentum_warmup` of the run, or over `momentum_warmup_steps` steps (0: the share decides).
+    `decay_curve` scales weight decay over the run: ("1@0.7", "0.5@1") is constant up to 0.7 and
+    falls to a half at the end.
 
     Validation: every `validate_every_seconds` of training (0: only at the end) the held-out text is
     priced for the log. Training does not depend on it.
@@ -179,6 +181,7 @@ class TrainPart:
     log_every: int = 1
     validate_every_seconds: float = 0.0
     piece_tokens: int = added(0)
+    momentum_warmup_steps: int = added(0)
 
     def __post_init__(self) -> None:
         budgets = (self.budget_seconds, self.budget_steps, self.budget_tokens, self.budget_flops)
@@ -206,8 +209,9 @@ class TrainPart:
             require(value > 0, f"train.{name} = {value}: expected a positive number")
         every = self.validate_every_seconds
         require(every >= 0, f"train.validate_every_seconds = {every}: expected 0 or more")
-        piece = self.piece_tokens
-        require(piece >= 0, f"train.piece_tokens = {piece}: expected 0 or more")
+        for name in ("piece_tokens", "momentum_warmup_steps", "rewarm_steps"):
+            value = getattr(self, name)
+            require(value >= 0, f"train.{name} = {value}: expected 0 or more")
         shortest = min(self.contexts, default=1)
         require(shortest > 0, f"train.contexts: {shortest} is not a positive number")
         known = self.order in ("documents", "sequences")

@@ -64,12 +64,28 @@ def test_07_the_summed_gradient_is_clipped_and_its_norm_returned(start: GPT) -> 
 
 
 def test_10_momentum_as_published() -> None:
-    # 1,500 of 5,000 steps.
-    part = TrainPart(budget_seconds=0, budget_steps=5000, momentum_warmup=0.3)
+    part = load_recipe("pr2014").train
     expected = {0: 0.92, 750: 0.945, 1500: 0.97, 3000: 0.97, 4999: 0.97}
     for step, momentum in expected.items():
+        # In the published run step 1,500 was at 142 of 596 s; it counts steps, not seconds.
+        for p in (0.0, 0.238, 1.0):
+            assert schedule.momentum(part, p, step) == pytest.approx(momentum, abs=1e-12)
+    # As a share of the run: 1,500 of 5,000 steps.
+    part = TrainPart(budget_seconds=0, budget_steps=5000, momentum_warmup=0.3)
+    for step, momentum in expected.items():
         p = schedule.progress(part, 0.0, step, 0)
-        assert schedule.momentum(part, p) == pytest.approx(momentum, abs=1e-12)
+        assert schedule.momentum(part, p, step) == pytest.approx(momentum, abs=1e-12)
+
+
+def test_15_an_average_with_the_published_decay() -> None:
+    settings = ema.Settings(**load_recipe("pr2014").levers["ema"])
+    average = ema.plug(settings, load_recipe("cpu").model)
+    start, constant = torch.tensor([1.0, -2.0]), torch.tensor([3.0, 5.0])
+    average.start({"w": start})
+    for step in range(1, 301):
+        average.update({"w": constant}, step)
+        expected = constant + 0.9965**step * (start - constant)
+        torch.testing.assert_close(average.average()["w"], expected, rtol=0, atol=1e-5)
 
 
 def test_15_an_average_of_constant_weights_approaches_them_in_closed_form() -> None:

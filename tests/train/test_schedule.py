@@ -74,6 +74,8 @@ def test_a_reserve_and_operations_are_budgets_too() -> None:
         ({"decay_curve": ("x@1",)}, "value@progress"),
         ({"newton_schulz": "cubic"}, "cubic"),
         ({"reserve_seconds": 700.0}, "reserve_seconds"),
+        ({"momentum_warmup_steps": -1}, "momentum_warmup_steps = -1: expected 0 or more"),
+        ({"rewarm_steps": -1}, "rewarm_steps = -1: expected 0 or more"),
     ],
 )
 def test_schedules_that_make_no_sense_are_refused(fields: dict[str, Any], word: str) -> None:
@@ -82,6 +84,6 @@ def test_schedules_that_make_no_sense_are_refused(fields: dict[str, Any], word: 
 
 
 def test_momentum_rises_and_stays() -> None:
-    assert momentum(PART, 0) == PART.momentum_start
-    assert momentum(PART, PART.momentum_warmup / 2) == pytest.approx(0.945)
-    assert momentum(PART, 0.9) == PART.momentum
+    assert momentum(PART, 0, 0) == PART.momentum_start
+    assert momentum(PART, PART.momentum_warmup / 2, 1) == pytest.approx(0.945)
+    assert momentum(PART, 0.9, 1) == PART.momentum

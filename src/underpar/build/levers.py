@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 from underpar.data.transforms import IDENTITY
@@ -51,9 +51,16 @@ def _check_sizes(name: str, settings: Any) -> None:
 
 
 def resolve_levers(recipe: Recipe) -> Recipe:
-    """The recipe with all defaults of its levers written out, so that its hash covers them."""
-    settings = lever_settings(recipe)
-    return replace(recipe, levers={name: asdict(s) for name, s in settings.items()})
+    """The recipe with all defaults of its levers written out, so that its hash covers them.
+
+    Settings that older versions lack are left out at their defaults, as in `to_tree`.
+    """
+    tables = {}
+    for name, settings in lever_settings(recipe).items():
+        late = {f.name for f in fields(settings) if f.metadata.get("added")}
+        unset = {key for key in late if getattr(settings, key) == getattr(type(settings), key)}
+        tables[name] = {k: v for k, v in asdict(settings).items() if k not in unset}
+    return replace(recipe, levers=tables)
 
 
 def plug_levers(recipe: Recipe, stage: str) -> dict[str, Any]:

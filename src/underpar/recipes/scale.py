@@ -13,8 +13,10 @@ from typing import Any
 from underpar.schema import TrainPart, require
 
 # Settings that count steps. Those of levers are scaled where the recipe writes them.
-TRAIN_STEPS = ("rewarm_steps",)
+TRAIN_STEPS = ("momentum_warmup_steps", "rewarm_steps")
 LEVER_STEPS = (("lawa", "every"),)
+# Shares that a step keeps of an average: with 0.9965, some 286 steps count.
+LEVER_DECAYS = (("ema", "decay"),)
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,12 @@ def scaled(scale: Scale, part: TrainPart, levers: Mapping[str, Any]) -> dict[str
     changed = {f"train.{name}": (plain(getattr(part, name)), v) for name, v in after.items()}
     for lever, name in LEVER_STEPS:
         before = settings_of(levers, lever).get(name)
-        if isinstance(before, int):
+        if type(before) is int:
             changed[f"levers.{lever}.{name}"] = before, steps(before, scale)
+    for lever, name in LEVER_DECAYS:
+        before = settings_of(levers, lever).get(name)
+        if isinstance(before, float) and before:
+            changed[f"levers.{lever}.{name}"] = before, decay(before, scale)
     return {key: (before, after) for key, (before, after) in changed.items() if before != after}
 
 
@@ -66,6 +72,13 @@ def batch(part: TrainPart, scale: Scale) -> dict[str, Any]:
 def steps(number: int, scale: Scale) -> int:
     """`scale.steps` times a number of steps; no step only where there was none."""
     return max(1, round(number * scale.steps)) if number else 0
+
+
+def decay(share: float, scale: Scale) -> float:
+    """The share that averages over `scale.steps` times as many steps."""
+    new_share = (1.0 - share) / scale.steps
+    require(new_share <= 1, f"scale.steps = {scale.steps}: an average with decay {share} would end")
+    return round(1.0 - new_share, 9)
 
 
 def settings_of(levers: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -214,7 +214,7 @@ class Trainer:
         lr_scale = schedule.lr_scale(part, p)
         if changed_at >= 0:
             lr_scale *= schedule.rewarm(part, step - changed_at)
-        momentum, decay_scale = schedule.momentum(part, p), schedule.decay_scale(part, p)
+        momentum, decay_scale = schedule.momentum(part, p, step), schedule.decay_scale(part, p)
 
         # A single training step.
         self.model.set_progress(p)

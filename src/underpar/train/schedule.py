@@ -53,7 +53,10 @@ def decay_scale(part: TrainPart, p: float) -> float:
     return points[-1][0]
 
 
-def momentum(part: TrainPart, p: float) -> float:
-    """Muon's momentum: linear from `momentum_start` over the first `momentum_warmup` of the run."""
-    share = min(1.0, p / part.momentum_warmup) if part.momentum_warmup else 1.0
-    return part.momentum_start + (part.momentum - part.momentum_start) * share
+def momentum(part: TrainPart, p: float, step: int) -> float:
+    """Muon's momentum: linear from `momentum_start` over the warm-up, in steps or as a share."""
+    if part.momentum_warmup_steps:
+        share = step / part.momentum_warmup_steps
+    else:
+        share = p / part.momentum_warmup if part.momentum_warmup else 1.0
+    return part.momentum_start + (part.momentum - part.momentum_start) * min(1.0, share)
