@@ -14,7 +14,13 @@ from underpar import __version__
 from underpar.data import build
 from underpar.data.build import BuildOptions, build_data
 from underpar.data.folder import load_data
-from underpar.data.hold_out import BY_FILE, BY_HASH, by_hash, labelled_documents
+from underpar.data.hold_out import (
+    BY_FILE,
+    BY_HASH,
+    by_hash,
+    labelled_documents,
+    stated_hold_out,
+)
 from underpar.data.sources import corpus
 from underpar.data.sources.corpus import Reading, document_hash, is_held_out, read_documents
 from underpar.data.tokens.train_bpe import train_tokenizer
@@ -359,3 +365,53 @@ def test_repair_changes_nothing_where_nothing_is_wrong(
     ours, plain = contents(tmp_path), contents(folder)
     assert ours.pop("manifest.json") != plain.pop("manifest.json")
     assert ours == plain
+
+
+def near_corpus() -> tuple[list[str], list[str]]:
+    """Texts by hash, and near copies of the held-out ones that fall into training."""
+    texts = [f"{text} {i} {i}" for i, text in enumerate(prose(40))]
+    copies = []
+    for text in held_out(texts, HOLDOUT)[:3]:
+        candidates = (f"{text} end{number}" for number in range(100))
+        copies.append(next(c for c in candidates if not is_held_out(document_hash(c), HOLDOUT)))
+    return texts, copies
+
+
+def test_near_copies_of_held_out_documents_are_dropped(tmp_path: Path) -> None:
+    texts, copies = near_corpus()
+    docs = write_jsonl(tmp_path / "docs.jsonl", [*texts, *copies])
+    clean = write_jsonl(tmp_path / "clean.jsonl", texts)
+    options = replace(OPTIONS, drop_near=0.7)
+    manifest = build_data([docs], tmp_path / "dropped", options)
+    build_data([clean], tmp_path / "clean", OPTIONS)
+    # As if they had never been there: they do not train the tokenizer either.
+    ours, theirs = contents(tmp_path / "dropped"), contents(tmp_path / "clean")
+    assert ours.pop("manifest.json") != theirs.pop("manifest.json")
+    assert ours == theirs
+    assert manifest["dropped"] == {
+        "similarity": 0.7,
+        "sha256": sorted(document_hash(copy).hex() for copy in copies),
+    }
+    hold_out = stated_hold_out(manifest)
+    labelled = labelled_documents(manifest["inputs"], hold_out, Reading())
+    assert {document.text for _, _, document in labelled} == set(texts)
+    # With nothing to drop, the manifest says nothing.
+    assert "dropped" not in build_data([clean], tmp_path / "again", options)
+    assert "dropped" not in build_data([docs], tmp_path / "kept", OPTIONS)
+
+
+def test_copies_of_held_out_files_are_dropped(tmp_path: Path) -> None:
+    # A text without words shares no run of words with its copy.
+    docs = write_jsonl(tmp_path / "docs.jsonl", [*prose(40)[:9], "?!"])
+    val = write_jsonl(tmp_path / "val.jsonl", [prose(40)[0], "?!", "Another one."])
+    options = BuildOptions(None, [val], kind="bytes")
+    assert "2 training documents are also held out" in refusal([docs], tmp_path / "out", options)
+    build_data([docs], tmp_path / "out", replace(options, drop_near=0.7))
+    data = load_data(tmp_path / "out")
+    assert decoded(data, data.train) == [text.encode() for text in prose(40)[1:9]]
+    assert data.val.num_documents == 3
+
+
+def test_a_similarity_out_of_range_is_refused(docs: Path, tmp_path: Path) -> None:
+    message = refusal([docs], tmp_path / "out", replace(OPTIONS, drop_near=7))
+    assert "threshold is 7, expected above 0 and at most 1" in message

@@ -158,6 +158,26 @@ def test_audit_passes_a_clean_folder(tmp_path: Path) -> None:
     assert "0 exact and 0 near duplicates" in run("data", "audit", tmp_path / "out")
 
 
+def test_build_says_that_training_repeats_held_out_documents(
+    tmp_path: Path, fails: Fails, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [words_of(f"text{i}x", 100) for i in range(60)]
+    # The hash puts some texts and their near copies on different sides.
+    docs = write_jsonl(tmp_path / "a.jsonl", [*texts, *(f"{text} end" for text in texts)])
+    words = ("data", "build", docs, "--out", tmp_path / "out", *BYTES, "--overwrite")
+    note = " ".join(invoke(*words).stderr.split())
+    assert "held-out documents: --drop-near 0.7 leaves" in note
+    assert f"'underpar data audit {tmp_path}/out' names them" in note
+    assert invoke("data", "audit", tmp_path / "out").exit_code == 1
+    result = invoke(*words, "--drop-near", 0.7)
+    assert "training texts left out: each shares 70% or more" in result.stdout
+    assert "--drop-near" not in result.stderr
+    run("data", "audit", tmp_path / "out")
+    assert "threshold is 1.2, expected above 0" in fails(*words, "--drop-near", 1.2)
+    monkeypatch.setattr("underpar.stages.data.MOST_SEARCHED_BYTES", 1000)
+    assert "not looked for near duplicates in 0 MB" in invoke(*words).stderr
+
+
 def test_audit_finds_near_duplicates_and_names_them(tmp_path: Path) -> None:
     held_out = [words_of(f"val{i}x", 100) for i in range(5)]
     copy = held_out[3].replace("val3x50", "CHANGED")

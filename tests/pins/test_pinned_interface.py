@@ -20,7 +20,7 @@ NEW_OPTIONS: dict[str, set[str]] = {
         "train_seconds",
     },
     "demo": {"full"},
-    "data build": {"holdout", "split_documents"},
+    "data build": {"drop_near", "holdout", "split_documents"},
     "generate": {"top_k", "stop"},
 }
 

@@ -60,6 +60,12 @@ def data_build(
             help="Cut longer documents into pieces of at most so many characters, each a document."
         ),
     ] = 0,
+    drop_near: Annotated[
+        float | None,
+        typer.Option(
+            help="Leave out training documents that share so much with a held-out one, such as 0.7."
+        ),
+    ] = None,
     field: Annotated[str, typer.Option(help="Field or column that holds the text.")] = "text",
     bad_input: Annotated[
         str, typer.Option(help="refuse or repair: invalid UTF-8, lone surrogates, empty texts.")
@@ -96,6 +102,7 @@ def data_build(
         reading=Reading(field, bad_input, split_documents),
         licence=licence,
         workers=workers or num_cores(),
+        drop_near=drop_near,
     )
     manifest = build_data_folder(inputs, out, options, open_progress(json), overwrite)
     _show_manifest(out, manifest, json)
@@ -285,6 +292,12 @@ def _notes(fields: Fields) -> Iterator[str]:
         yield (
             f"too few documents to hold some out: of each, the last {share:.0%} is held out, in "
             f"pieces of up to {size:,} characters"
+        )
+    if "dropped" in fields.values:
+        dropped = fields.table("dropped")
+        yield (
+            f"{len(dropped.texts('sha256')):,} training texts left out: each shares "
+            f"{dropped.finite('similarity'):.0%} or more of its 5-word runs with a held-out one"
         )
     if "skipped" in fields.values:
         skipped = fields.table("skipped")

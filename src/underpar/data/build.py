@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from underpar import __version__
-from underpar.data.folder import hash_file
+from underpar.data.duplicates import NearSettings, exact_duplicates, find_duplicates
+from underpar.data.folder import hash_file, load_data
 from underpar.data.folder_writer import FolderWriter, new_data_folder
 from underpar.data.hold_out import HoldOut, Source, choose_hold_out, labelled_documents
 from underpar.data.prepare import Job, Plan, prepare_all
@@ -23,6 +24,7 @@ from underpar.data.tokens.sample import SAMPLE_BYTES, sample_by_hash
 from underpar.data.tokens.tokenizer import Tokenizer, open_tokenizer, read_model
 from underpar.data.tokens.train_bpe import train_tokenizer
 from underpar.data.transforms import IDENTITY
+from underpar.data.workers import workers_for
 from underpar.errors import DataError
 
 # How many skipped files the manifest names.
@@ -46,6 +48,8 @@ class BuildOptions:
     reading: Reading = field(default_factory=Reading)
     licence: str = "not stated"
     workers: int = 1
+    # Leave out training documents that are this similar to a held-out one; None: keep all.
+    drop_near: float | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.holdout, int | float) and not 0 < self.holdout < 1:
@@ -74,23 +78,56 @@ def build_data(
     "encode") and the number of documents done. An old data folder is replaced if `overwrite` says
     so, at the end.
     """
+    report = progress or (lambda stage, num_documents: None)
+    near = None if options.drop_near is None else NearSettings(threshold=options.drop_near)
     with new_data_folder(out, overwrite) as new:
-        return _build(inputs, new, options, progress or (lambda stage, num_documents: None))
+        manifest = _build(inputs, new, options, report)
+        if near is None or not (dropped := _near_copies(new, near, options.workers, report)):
+            return manifest
+        # Again from the start: what is dropped must not train the tokenizer.
+        for file in new.iterdir():
+            file.unlink()
+        return _build(inputs, new, options, report, dropped)
+
+
+def _near_copies(
+    folder: Path, settings: NearSettings, workers: int, report: Progress
+) -> frozenset[bytes]:
+    """Hashes of the training documents that equal a held-out one, or nearly so."""
+    data = load_data(folder, verify=False, refuse_shared=False)
+    exact = [train for train, _ in exact_duplicates(data.train, data.val).across]
+    near, _ = find_duplicates(
+        data.train,
+        data.val,
+        data.tokenizer.decode,
+        settings,
+        lambda done, total: report("near duplicates", done),
+        min(workers, workers_for(data.train.num_bytes)),
+    )
+    copies = {*exact, *(pair.train for pair in near)}
+    return frozenset(data.train.doc_hashes[index].tobytes() for index in copies)
 
 
 def _build(
-    inputs: Sequence[Path], out: Path, options: BuildOptions, report: Progress
+    inputs: Sequence[Path],
+    out: Path,
+    options: BuildOptions,
+    report: Progress,
+    dropped: frozenset[bytes] = frozenset(),
 ) -> dict[str, Any]:
     groups = _list_groups(inputs, options)
     sources = _describe_inputs(groups, options)
     hold_out, reading = choose_hold_out(sources, options.fraction, options.reading)
+    hold_out = replace(hold_out, dropped=dropped)
     content = _tokenizer_content(sources, hold_out, replace(options, reading=reading), report)
     tokenizer = open_tokenizer(content, options.transform)
     _check_vocab_size(tokenizer, options)
     plan = Plan(content, options.transform, reading, hold_out)
     tally = Tally()
-    # Equal documents have equal hashes and thus one split. Only files can put a text on both sides.
-    with FolderWriter(out, tokenizer, max_shared=None if options.fraction else 0) as writer:
+    # Equal documents have equal hashes and thus one split. Only files can put a text on both sides,
+    # where it is dropped if it may be.
+    may_share = options.fraction is not None or options.drop_near is not None
+    with FolderWriter(out, tokenizer, max_shared=None if may_share else 0) as writer:
         jobs = _jobs(sources, reading.field)
         for (batch, _), prepared in prepare_all(plan, jobs, options.workers):
             tally.add(prepared.tally)
@@ -106,8 +143,16 @@ def _build(
             "split": hold_out.describe(),
             "reading": reading.describe(),
             "tally": asdict(tally),
+            **_describe_dropped(dropped, options),
         }
     )
+
+
+def _describe_dropped(dropped: frozenset[bytes], options: BuildOptions) -> dict[str, Any]:
+    if not dropped:
+        return {}
+    hashes = sorted(digest.hex() for digest in dropped)
+    return {"dropped": {"similarity": options.drop_near, "sha256": hashes}}
 
 
 def _list_groups(inputs: Sequence[Path], options: BuildOptions) -> dict[str, Inputs]:

@@ -1,7 +1,8 @@
 """Which documents are held out: by their hash, by the files that hold them, or the ends of texts.
 
 Few documents, such as one novel, cannot be divided by hash. Each is then cut into pieces, which are
-documents of their own, and the last pieces of each are held out.
+documents of their own, and the last pieces of each are held out. Training documents that nearly
+equal held-out ones may be dropped; they are in no split.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,21 +36,28 @@ Labelled = tuple[str, bytes, Document]
 
 @dataclass(frozen=True)
 class HoldOut:
-    """A rule, the share that it holds out (None: the files decide), and the hashes it chose."""
+    """A rule, and the share that it holds out (None: the files decide)."""
 
     rule: str
     fraction: float | None = None
+    # Hashes: those that the rule chose, and those of training documents that are left out.
     chosen: frozenset[bytes] = frozenset()
+    dropped: frozenset[bytes] = frozenset()
 
-    def split_of(self, digest: bytes, file_split: str) -> str:
-        """The split of a document, given that of its file; copies of a text share it."""
+    def split_of(self, digest: bytes, file_split: str) -> str | None:
+        """The split of a document, given that of its file; None if it is dropped.
+
+        Copies of a text are in one split.
+        """
         if self.rule == BY_HASH:
             assert self.fraction is not None
-            return "val" if is_held_out(digest, self.fraction) else file_split
-        return "val" if digest in self.chosen else file_split
+            split = "val" if is_held_out(digest, self.fraction) else file_split
+        else:
+            split = "val" if digest in self.chosen else file_split
+        return None if split == "train" and digest in self.dropped else split
 
     def describe(self) -> dict[str, Any]:
-        """What the manifest says."""
+        """What the manifest says of the split."""
         if self.rule == BY_END:
             return {"rule": self.rule, "fraction": None, "end_fraction": self.fraction}
         return {"rule": self.rule, "fraction": self.fraction}
@@ -62,13 +70,14 @@ def by_hash(fraction: float) -> HoldOut:
 
 def stated_hold_out(manifest: dict[str, Any]) -> HoldOut:
     """The rule of a manifest; the sources are read if only they say what it chose."""
-    stated = manifest["split"]
+    stated, hold_out = manifest["split"], HoldOut(BY_FILE)
     if stated["fraction"] is not None:
-        return by_hash(stated["fraction"])
-    if stated.get("rule") == BY_END:
+        hold_out = by_hash(stated["fraction"])
+    elif stated.get("rule") == BY_END:
         reading = Reading(**manifest["reading"])
-        return _hold_out_ends(manifest["inputs"], stated["end_fraction"], reading)
-    return HoldOut(BY_FILE)
+        hold_out = _hold_out_ends(manifest["inputs"], stated["end_fraction"], reading)
+    dropped = manifest["dropped"]["sha256"] if "dropped" in manifest else []
+    return replace(hold_out, dropped=frozenset(map(bytes.fromhex, dropped)))
 
 
 def choose_hold_out(
@@ -106,8 +115,10 @@ def _hold_out_ends(sources: Sequence[Source], fraction: float, reading: Reading)
 def labelled_documents(
     sources: Sequence[Source], hold_out: HoldOut, reading: Reading
 ) -> Iterator[Labelled]:
-    """(split, hash, document) of every document in `sources`, the inputs of a manifest."""
+    """(split, hash, document) of every document of `sources` that is not dropped."""
     for source in sources:
         for document in read_documents([Path(source["path"])], reading):
             digest = document_hash(document.text)
-            yield hold_out.split_of(digest, source["split"]), digest, document
+            split = hold_out.split_of(digest, source["split"])
+            if split is not None:
+                yield split, digest, document

@@ -146,7 +146,12 @@ def _merge_heads(folders: Sequence[Path], manifests: list[Manifest]) -> Manifest
     """Inputs of all folders, and what the manifests say alike: split, reading, tally."""
     first = manifests[0]
     head: Manifest = {"inputs": _merge_inputs(folders, manifests), "split": first.get("split")}
-    if "reading" in first and all(m.get("reading") == first["reading"] for m in manifests):
+    is_whole = not any("dropped" in manifest for manifest in manifests)
+    if (
+        is_whole
+        and "reading" in first
+        and all(m.get("reading") == first["reading"] for m in manifests)
+    ):
         head["reading"] = first["reading"]
     if all("tally" in manifest for manifest in manifests):
         tally = Tally()

@@ -62,7 +62,8 @@ class Preparer:
             raw = document.text.encode("utf-8")
             item = _Item(document.text, raw, hashlib.sha256(raw).digest(), document.is_repaired)
             split = self._plan.hold_out.split_of(item.digest, file_split)
-            items_of.setdefault(split, []).append(item)
+            if split is not None:
+                items_of.setdefault(split, []).append(item)
         columns = {split: self._columns(split, items) for split, items in items_of.items()}
         return Prepared(columns, tally)
 

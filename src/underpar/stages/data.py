@@ -8,12 +8,15 @@ from typing import Any
 from underpar.build.levers import transform_of
 from underpar.core.progress import SILENT, Progress
 from underpar.data.build import BuildOptions, build_data
-from underpar.data.duplicates import NearSettings, audit_duplicates
+from underpar.data.duplicates import NearSettings, audit_duplicates, find_duplicates
 from underpar.data.folder import load_data
 from underpar.data.published.exchange import ImportOptions, import_published
 from underpar.data.sources.fetch import FetchOptions, FetchSummary, fetch
 from underpar.data.workers import workers_for
 from underpar.recipe import Recipe
+
+# A build looks for near duplicates in so much training text: about ten seconds.
+MOST_SEARCHED_BYTES = 64_000_000
 
 
 def build_options(recipe: Recipe, tokenizer: Path | None = None) -> BuildOptions:
@@ -43,7 +46,32 @@ def build_data_folder(
 
         manifest = build_data(inputs, out, options, on_progress, overwrite)
         task.update(1, f"{manifest['train']['tokens']:,} training tokens")
+    if options.drop_near is None:
+        _note_near_copies(out, progress)
     return manifest
+
+
+def _note_near_copies(folder: Path, progress: Progress) -> None:
+    """One line if training nearly repeats held-out documents, or if there is too much to look."""
+    data = load_data(folder, verify=False)
+    settings, num_bytes = NearSettings(), data.train.num_bytes
+    if num_bytes > MOST_SEARCHED_BYTES:
+        progress.note(
+            f"not looked for near duplicates in {num_bytes / 1e6:,.0f} MB: 'underpar data audit "
+            f"{folder}' does"
+        )
+        return
+    workers = workers_for(num_bytes)
+    pairs, _ = find_duplicates(
+        data.train, data.val, data.tokenizer.decode, settings, workers=workers
+    )
+    if pairs:
+        progress.note(
+            f"training nearly repeats {len({pair.val for pair in pairs})} of "
+            f"{data.val.num_documents} held-out documents: --drop-near {settings.threshold} leaves "
+            f"{len({pair.train for pair in pairs})} training documents out; 'underpar data audit "
+            f"{folder}' names them"
+        )
 
 
 def audit_data(folder: Path, settings: NearSettings, progress: Progress = SILENT) -> dict[str, Any]:
