@@ -7,13 +7,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import underpar
 from tiny import TinyRun
-from underpar.api import Model
+from trained import TRANSFORM_NAMES, any_text, lossless
+from underpar.api import Model, tokens_and_spans
 from underpar.codec.lanes import encode_documents
 from underpar.data.folder import load_data
-from underpar.errors import ArtifactError, DataError, RuleError, UnderparError
+from underpar.errors import (
+    ArtifactError,
+    CodecError,
+    DataError,
+    RecipeError,
+    RuleError,
+    UnderparError,
+)
 from underpar.infer.generate import Sampling
 from underpar.recipe import from_tree, merge, to_tree
 
@@ -106,6 +116,48 @@ def test_adapting_leaves_the_model_as_it_was(model: Model, held_out: list[bytes]
     recipe = replace(model.recipe, levers={"ema": model.recipe.levers["ema"]})
     with pytest.raises(RuleError, match="names no adapter"):
         replace(model, artifact=replace(model.artifact, recipe=recipe)).score("a", adapt=True)
+
+
+def test_a_model_adapts_to_texts_as_scoring_adapts(model: Model, held_out: list[bytes]) -> None:
+    # A step after each document.
+    tree = merge(to_tree(model.recipe), {"score": {"adapt_tokens": 1}})
+    model = replace(model, artifact=replace(model.artifact, recipe=from_tree(tree)))
+    first, second, third = held_out[:3]
+    adapted = model.adapted_to([first, second])
+    scored = model.score(held_out[:3], adapt=True)
+    assert adapted.score(third).bits == pytest.approx(scored.entries[2].bits, rel=1e-6)
+    assert adapted.score(third).bits != model.score(third).bits
+    # Adapting goes on from there.
+    further = model.adapted_to(first).adapted_to(second)
+    assert further.score(third).bits == pytest.approx(adapted.score(third).bits, rel=1e-3)
+    assert adapted.predictor.state_hash() != model.predictor.state_hash()
+
+
+def test_only_a_model_that_read_the_same_decompresses(model: Model, held_out: list[bytes]) -> None:
+    text = held_out[1] * 2
+    adapted = model.adapted_to(held_out[0], ["stream_sgd"], {"levers.stream_sgd.lr": 0.1})
+    compressed = adapted.compress(text)
+    again = model.adapted_to(held_out[0], ["stream_sgd"], {"levers.stream_sgd.lr": 0.1})
+    assert again.decompress(compressed) == text
+    with pytest.raises(CodecError, match="compressed with artifact"):
+        model.decompress(compressed)
+
+
+def test_adapters_that_begin_anew_cannot_stay(model: Model) -> None:
+    with pytest.raises(RuleError, match="begin anew with each text"):
+        model.adapted_to(TEXT, ["lora_ttt"])
+    with pytest.raises(RecipeError, match="no such lever"):
+        model.adapted_to(TEXT, ["stream_sdg"])
+
+
+@pytest.mark.parametrize("name", TRANSFORM_NAMES)
+@settings(deadline=None, max_examples=60)
+@given(raw=st.one_of(any_text.map(str.encode), st.binary(max_size=40)))
+def test_spans_of_tokens_make_up_the_text(name: str, raw: bytes) -> None:
+    tokenizer = lossless(name)
+    ids, spans = tokens_and_spans(raw, tokenizer)
+    assert b"".join(spans) == raw
+    assert ids == [*tokenizer.encode(raw).tolist(), tokenizer.bos_id]
 
 
 def test_log_probs_name_every_token_and_add_up(model: Model) -> None:

@@ -9,12 +9,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from underpar.artifact.budget import Budget
 from underpar.artifact.unpack import Artifact
@@ -40,6 +43,7 @@ from underpar.report.build import build_report
 from underpar.score.ledger import Score
 from underpar.score.method import ADAPT, PLAIN, STREAM, Method
 from underpar.score.tally import OnCommit
+from underpar.seams import Adapter
 from underpar.stages import audit as audit_stage
 from underpar.stages import data as data_stage
 from underpar.stages import pack as pack_stage
@@ -212,9 +216,10 @@ def _overrides(changes: Changes) -> list[str]:
 
 @dataclass(frozen=True)
 class TokenLogProb:
-    """A token, the text it stands for, and the natural logarithm of its probability.
+    """A token, the bytes of the text it stands for, and the natural logarithm of its probability.
 
-    The token that ends a document stands for no text.
+    The token that ends a document stands for no text. Nor does one that says how the next word is
+    written, such as with a capital: the bytes are those of the text before any transform.
     """
 
     token: int
@@ -270,29 +275,60 @@ class Model:
         """Log-probabilities as tensors, for any pack of tokens."""
         return self.codec.predictor
 
+    def adapted_to(
+        self, texts: Text | Iterable[Text], levers: Sequence[str] = (), set: Changes = NO_CHANGES
+    ) -> Model:
+        """A model that has read `texts`: adapters learned from each part after it was priced.
+
+        `levers` name adapters that follow the stream, such as "stream_sgd"; by default those of the
+        recipe. `set` changes their settings. What the new model compresses, only a model that has
+        read the same texts decompresses.
+        """
+        readers: list[Predictor] = []
+
+        def open_reader(*args: Any) -> Predictor:
+            readers.append(self._copied_predictor(*args))
+            return readers[-1]
+
+        method = Method(tuple(levers)) if levers else ADAPT
+        documents = _documents_of(_as_list(texts), self.tokenizer)
+        self._run(_shard_of(*documents), method, _overrides(set), None, open_reader)
+        reader = readers[-1]
+        if not reader.can_adapt:
+            raise RuleError(
+                "these levers begin anew with each text; name one that follows the stream: "
+                'levers=["stream_sgd"]'
+            )
+        # Files of the two models must not be taken for each other's.
+        identity = hashlib.sha256((self.codec.identity + reader.state_hash()).encode()).hexdigest()
+        return replace(self, codec=replace(self.codec, predictor=reader, identity=identity))
+
     def score(self, texts: Text | Iterable[Text], adapt: bool = False) -> Score:
         """Bits of one text or of many; `.bpb` is bits per byte, `.entries` has one entry per text.
 
         Each text is a document, and its end is priced too. With `adapt` the scoring levers of the
         recipe learn from what was priced, as in `underpar score --adapt`; the model itself stays.
         """
-        return self._score([texts] if isinstance(texts, Text) else list(texts), adapt)
+        return self._score(_as_list(texts), adapt)
 
     def log_probs(self, text: Text, adapt: bool = False) -> list[TokenLogProb]:
         """Every token of `text` with its log-probability; the last token ends the document."""
         nats: list[np.ndarray] = []
         self._score([text], adapt, lambda document, first, part: nats.append(part))
-        ids = [*self.tokenizer.encode(_raw(text)).tolist(), self.tokenizer.bos_id]
         log_probs = (-np.concatenate(nats)).tolist()
-        return [self._token(*pair) for pair in zip(ids, log_probs, strict=True)]
+        rows = zip(*tokens_and_spans(_raw(text), self.tokenizer), log_probs, strict=True)
+        return [TokenLogProb(*row) for row in rows]
 
     def next_tokens(self, prompt: Text = "", count: int = 10) -> list[TokenLogProb]:
-        """The `count` likeliest tokens after `prompt`, the likeliest first."""
+        """The `count` likeliest tokens after `prompt`, the likeliest first.
+
+        Their texts are as the tokenizer writes them, after its text transform.
+        """
         ids = self.tokenizer.encode(_raw(prompt)).tolist()
         log_probs = LaneReader(self.predictor, [self.tokenizer.bos_id, *ids]).log_probs
         values, tokens = log_probs.sort(descending=True)
-        pairs = zip(tokens[:count].tolist(), values[:count].tolist(), strict=True)
-        return [self._token(*pair) for pair in pairs]
+        rows = zip(tokens[:count].tolist(), values[:count].tolist(), strict=True)
+        return [TokenLogProb(token, self.tokenizer.written([token]), p) for token, p in rows]
 
     def stream(
         self,
@@ -346,19 +382,56 @@ class Model:
         """
         return self.codec.decompress(data, any_machine)
 
-    def _token(self, token: int, log_prob: float) -> TokenLogProb:
-        return TokenLogProb(token, self.tokenizer.written([token]), log_prob)
-
     def _score(
         self, texts: Sequence[Text], adapt: bool, on_commit: OnCommit | None = None
     ) -> Score:
-        method, recipe = open_method(self.recipe, ADAPT if adapt else PLAIN)
-        # Adapters change the model, so they get one of their own.
-        own = None if adapt else (lambda *_: self.predictor)
-        request = ScoringRequest(method, self.runtime, on_commit=on_commit, open_predictor=own)
-        shard = _shard_of(texts, self.tokenizer)
-        score = run_method(replace(self.artifact, recipe=recipe), shard, request)
+        raws, documents = _documents_of(texts, self.tokenizer)
+        # What follows a document says that it ends. A document of a BOS alone follows the last one.
+        shard = _shard_of([*raws, b""], [*documents, np.array([self.tokenizer.bos_id])])
+        if adapt:
+            score = self._run(shard, ADAPT, (), on_commit, self._copied_predictor)
+        else:
+            score = self._run(shard, PLAIN, (), on_commit, lambda *_: self.predictor)
         return replace(score, entries=score.entries[: len(texts)])
+
+    def _run(
+        self,
+        shard: Shard,
+        method: Method,
+        changes: Sequence[str],
+        on_commit: OnCommit | None,
+        open_predictor: Callable[..., Predictor],
+    ) -> Score:
+        method, recipe = open_method(self.recipe, method, changes)
+        request = ScoringRequest(
+            method, self.runtime, on_commit=on_commit, open_predictor=open_predictor
+        )
+        return run_method(replace(self.artifact, recipe=recipe), shard, request)
+
+    def _copied_predictor(
+        self,
+        artifact: Artifact,
+        device: torch.device,
+        adapters: Sequence[Adapter],
+        dtype: torch.dtype,
+    ) -> Predictor:
+        """A predictor of its own for adapters, which change it."""
+        return Predictor(deepcopy(self.predictor.model), device, list(adapters), dtype)
+
+
+def _as_list(texts: Text | Iterable[Text]) -> list[Text]:
+    return [texts] if isinstance(texts, Text) else list(texts)
+
+
+def tokens_and_spans(raw: bytes, tokenizer: Tokenizer) -> tuple[list[int], list[bytes]]:
+    """The tokens of a document, the end of it included, and the bytes that each stands for."""
+    ids = tokenizer.encode(raw).tolist()
+    spans = [tokenizer.written([token]) for token in ids]
+    if tokenizer.lossless:
+        pieces = tokenizer.encode_texts([raw.decode("utf-8", "surrogateescape")])
+        ends = np.cumsum(pieces.source_bytes)
+        spans = [raw[begin:end] for begin, end in pairwise(ends)]
+    return [*ids, tokenizer.bos_id], [*spans, b""]
 
 
 def _raw(text: Text) -> bytes:
@@ -369,22 +442,24 @@ def _raw(text: Text) -> bytes:
         raise DataError(f"text has a lone surrogate at character {error.start}") from error
 
 
-def _shard_of(texts: Sequence[Text], tokenizer: Tokenizer) -> Shard:
-    """Texts as the documents of a shard, and a last document of a BOS alone.
-
-    What follows a document says that it ends, so the last text needs something that follows it.
-    """
+def _documents_of(
+    texts: Sequence[Text], tokenizer: Tokenizer
+) -> tuple[list[bytes], list[np.ndarray]]:
+    """The bytes and the tokens of each text, BOS first."""
     raws = [_raw(text) for text in texts]
     if not raws or not all(raws):
         raise DataError("cannot score an empty text: there are no bytes to divide by")
-    bos = [tokenizer.bos_id]
-    documents = [np.concatenate((bos, tokenizer.encode(raw))) for raw in raws] + [np.array(bos)]
+    return raws, [np.append(tokenizer.bos_id, tokenizer.encode(raw)) for raw in raws]
+
+
+def _shard_of(raws: Sequence[bytes], documents: Sequence[np.ndarray]) -> Shard:
+    """Documents as the shard that scoring reads."""
     lengths = np.array([len(document) for document in documents])
-    hashes = b"".join(hashlib.sha256(raw).digest() for raw in [*raws, b""])
+    hashes = b"".join(hashlib.sha256(raw).digest() for raw in raws)
     return Shard(
         tokens=np.concatenate(documents).astype(np.int64),
         starts=np.cumsum(lengths) - lengths,
-        doc_bytes=np.array([*map(len, raws), 0]),
+        doc_bytes=np.array([len(raw) for raw in raws]),
         doc_hashes=np.frombuffer(hashes, dtype=np.uint8).reshape(-1, 32),
         flags=np.zeros(len(documents), dtype=np.uint8),
     )
