@@ -114,7 +114,7 @@ def test_adapting_leaves_the_model_as_it_was(model: Model, held_out: list[bytes]
     model.score(held_out[:2], adapt=True)
     assert model.predictor.state_hash() == before
     recipe = replace(model.recipe, levers={"ema": model.recipe.levers["ema"]})
-    with pytest.raises(RuleError, match="names no adapter"):
+    with pytest.raises(RuleError, match="does not say how to adapt"):
         replace(model, artifact=replace(model.artifact, recipe=recipe)).score("a", adapt=True)
 
 
@@ -146,6 +146,10 @@ def test_only_a_model_that_read_the_same_decompresses(model: Model, held_out: li
 def test_adapters_that_begin_anew_cannot_stay(model: Model) -> None:
     with pytest.raises(RuleError, match="begin anew with each text"):
         model.adapted_to(TEXT, ["lora_ttt"])
+    biased = model.adapted_to(TEXT, ["adapt_bias"])
+    assert biased.adapted_to(TEXT, ["adapt_bias"]).score(TEXT).bits < model.score(TEXT).bits
+    with pytest.raises(RuleError, match="go on with the same levers"):
+        biased.adapted_to(TEXT, ["stream_sgd"])
     with pytest.raises(RecipeError, match="no such lever"):
         model.adapted_to(TEXT, ["stream_sdg"])
 

@@ -85,8 +85,8 @@ def test_values_are_changed_by_name(tiny_run: TinyRun, tmp_path: Path) -> None:
         underpar.train("baseline+cpu", tiny_run.data, tmp_path / "a", set={"model.num_layer": 2})
     with pytest.raises(RecipeError, match=r"only quant\.\* can change"):
         underpar.pack(tiny_run.folder.path, set={"model.num_layers": 2})
-    with pytest.raises(RuleError, match="method of its own"):
-        underpar.score(tiny_run.folder.path, tiny_run.data, adapt=True, stride=8)
+    with pytest.raises(RuleError, match="leave out --with"):
+        underpar.score(tiny_run.folder.path, tiny_run.data, adapt=True, levers=["match"])
     with pytest.raises(RunError, match="no run to report on"):
         underpar.report()
     assert not (tmp_path / "a").exists()

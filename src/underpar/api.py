@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -41,7 +40,7 @@ from underpar.infer.predictor import Predictor
 from underpar.recipe import Recipe
 from underpar.report.build import build_report
 from underpar.score.ledger import Score
-from underpar.score.method import ADAPT, PLAIN, STREAM, Method
+from underpar.score.method import ADAPT, PLAIN, Method
 from underpar.score.tally import OnCommit
 from underpar.seams import Adapter
 from underpar.stages import audit as audit_stage
@@ -150,23 +149,20 @@ def score(
     *,
     adapt: bool = False,
     levers: Sequence[str] = (),
-    stride: int = 0,
-    flat: bool = False,
-    order: str = STREAM,
+    stride: int | None = None,
+    flat: bool | None = None,
+    order: str | None = None,
     seconds: float = 0.0,
     set: Changes = NO_CHANGES,
     device: str = "auto",
     progress: Progress = LINES,
 ) -> score_stage.Scored:
     """Bits per byte of held-out text, with a ledger beside the artifact; as `underpar score`."""
-    method = Method(tuple(levers), stride, flat, order, seconds)
-    if adapt:
-        if method != Method(seconds=seconds):
-            raise RuleError("adapt is a method of its own; leave out levers, stride, flat, order")
-        method = replace(ADAPT, seconds=seconds)
+    method, changes = score_stage.choose_method(adapt, levers, stride, flat, order, seconds)
+    changes += _overrides(set)
     runtime = open_runtime(device)
     path, shown = artifact_path(artifact), progress if runtime.is_main else SILENT
-    return score_stage.score_artifact(path, Path(data), runtime, method, _overrides(set), shown)
+    return score_stage.score_artifact(path, Path(data), runtime, method, changes, shown)
 
 
 def audit(
@@ -415,8 +411,16 @@ class Model:
         adapters: Sequence[Adapter],
         dtype: torch.dtype,
     ) -> Predictor:
-        """A predictor of its own for adapters, which change it."""
-        return Predictor(deepcopy(self.predictor.model), device, list(adapters), dtype)
+        """A predictor for adapters, which change it; it begins with what this model has learned."""
+        copied = build_predictor(artifact, device, adapters, dtype)
+        fresh, learned = copied.model.state_dict(), self.predictor.model.state_dict()
+        if more := learned.keys() - fresh.keys():
+            raise RuleError(
+                f"the model was adapted by a lever that adds {', '.join(sorted(more))}; go on with "
+                "the same levers"
+            )
+        copied.model.load_state_dict(fresh | learned)
+        return copied
 
 
 def _as_list(texts: Text | Iterable[Text]) -> list[Text]:

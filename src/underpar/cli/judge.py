@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Never
 
@@ -85,20 +83,11 @@ def score(
     stopped or killed continues with the same command, to the same bits.
     """
     from underpar.core.runtime import open_runtime
-    from underpar.errors import RuleError
-    from underpar.score.method import ADAPT, STREAM, Method
     from underpar.score.partial import Stopped
-    from underpar.stages.score import score_artifact
+    from underpar.stages.score import choose_method, score_artifact
 
-    changes = list(set_ or ())
-    if adapt:
-        if with_:
-            raise RuleError("--adapt uses the levers of the recipe; leave out --with or --adapt")
-        method = replace(ADAPT, seconds=seconds)
-        windows = {"stride": stride, "flat": flat, "order": order}
-        changes += [f"score.{k}={dumps(v)}" for k, v in windows.items() if v is not None]
-    else:
-        method = Method(tuple(with_ or ()), stride or 0, bool(flat), order or STREAM, seconds)
+    method, changes = choose_method(adapt, with_ or (), stride, flat, order, seconds)
+    changes += set_ or ()
     runtime = open_runtime(device, compiled)
     choose_attention(attention, runtime)
     progress = open_progress(json, runtime)

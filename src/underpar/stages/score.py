@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,8 +18,9 @@ from underpar.core.runtime import Clock, Runtime
 from underpar.core.versions import device_name, versions
 from underpar.data.folder import data_identity, load_data
 from underpar.data.xz import xz_bytes
+from underpar.errors import RuleError
 from underpar.score.ledger import Score
-from underpar.score.method import PLAIN, Method
+from underpar.score.method import ADAPT, PLAIN, STREAM, Method
 from underpar.score.partial import Partial, Stopped, forget
 from underpar.submit.script import write_script
 from underpar.train.loop import interruptible
@@ -60,6 +62,24 @@ class Scored:
             "seconds": sum(score.seconds.values()),
             "file": str(self.path),
         }
+
+
+def choose_method(
+    adapt: bool,
+    levers: Sequence[str],
+    stride: int | None,
+    flat: bool | None,
+    order: str | None,
+    seconds: float,
+) -> tuple[Method, list[str]]:
+    """The method that options ask for, and what they change of the recipe; None: not asked for."""
+    if not adapt:
+        return Method(tuple(levers), stride or 0, bool(flat), order or STREAM, seconds), []
+    if levers:
+        raise RuleError("--adapt uses the levers of the recipe; leave out --with or --adapt")
+    windows = {"stride": stride, "flat": flat, "order": order}
+    changes = [f"score.{key}={json.dumps(v)}" for key, v in windows.items() if v is not None]
+    return replace(ADAPT, seconds=seconds), changes
 
 
 def score_artifact(
