@@ -75,3 +75,24 @@ def worst(verdicts: Iterable[str], profile: str = STRICT) -> str:
     if profile == STRICT and DEVIATION in several:
         return FAIL
     return max(several, key=VERDICTS.index)
+
+
+def verdict_text(verdicts: Sequence[tuple[str, str]], on_all: str) -> str:
+    """An audit in words, from pairs of rule and verdict and the verdict on all of them."""
+    kinds = {kind: [rule for rule, each in verdicts if each == kind] for kind in VERBS}
+    told = [
+        f"{len(rules)} {VERBS[kind][len(rules) > 1]} ({', '.join(rules)})"
+        for kind, rules in kinds.items()
+        if rules
+    ]
+    if not told and on_all == PASS:
+        return f"all {len(verdicts)} checks pass"
+    return f"{on_all}, of {len(verdicts)} checks {' and '.join(told)}" if told else on_all
+
+
+# How verdicts are told: of one rule, of several.
+VERBS = {
+    FAIL: ("fails", "fail"),
+    NOT_SHOWN: ("is not shown", "are not shown"),
+    DEVIATION: ("deviates", "deviate"),
+}

@@ -49,7 +49,10 @@ def show_json(value: Any) -> None:
 def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Print a table; a column whose name ends with '#' holds numbers, aligned to the right."""
     table = Table(
-        title=escape(_plain(title)), title_justify="left", title_style="bold", header_style="dim"
+        title=escape(_plain(title)) or None,
+        title_justify="left",
+        title_style="bold",
+        header_style="dim",
     )
     for column in columns:
         justify: Literal["left", "right"] = "right" if column.endswith("#") else "left"
@@ -72,6 +75,20 @@ def _cell(value: object) -> str:
 def _plain(text: str) -> str:
     """Text without terminal sequences: what comes from files may hold them. Lines stay lines."""
     return "\n".join(one_line(line, MOST_CHARACTERS) for line in text.split("\n"))
+
+
+def show_result(sentence: str, rows: Iterable[tuple[str, str]], last: str = "") -> None:
+    """Print a sentence, a table of names and values below it, and a last line."""
+    OUT.print(_plain(sentence), style="bold", markup=False)
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 3, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for row in rows:
+        table.add_row(*(_cell(value) for value in row))
+    if table.row_count:
+        OUT.print(table)
+    if last:
+        OUT.print(_plain(last), markup=False, soft_wrap=True)
 
 
 def show_pairs(title: str, pairs: Mapping[str, object]) -> None:

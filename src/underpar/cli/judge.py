@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Never
 
 import typer
 
+from underpar.cli import results
 from underpar.cli.console import ERR, OUT, open_progress, show_json, show_table
 from underpar.cli.options import (
     ArtifactPath,
@@ -18,7 +19,6 @@ from underpar.cli.options import (
     app,
     audit_exit_code,
     choose_attention,
-    show_summary,
     takes_words,
 )
 
@@ -99,7 +99,7 @@ def score(
             ERR.print(str(stopped), markup=False, soft_wrap=True)
         summary = {"finished": False, "method": stopped.method, "step": stopped.step}
     if runtime.is_main:
-        show_summary(json, str(artifact), summary)
+        results.show(json, summary, results.scored(summary, artifact.parent))
 
 
 @app.command(cls=takes_words("--against"))
@@ -202,7 +202,8 @@ def _show_audit(run: Path, audited: Audited | AuditedSubmission, strict: bool, j
         show_json(audited.as_dict())
     else:
         rows = [(f.rule, f.verdict, f.summary) for f in audited.findings]
-        show_table(f"audit of {run}: {audited.verdict}", ("rule", "verdict", "evidence"), rows)
+        results.audited(rows, f"Audit of {run}", audited.verdict).show()
+        show_table("", ("rule", "verdict", "evidence"), rows)
     raise typer.Exit(audit_exit_code(audited.verdict, strict))
 
 
@@ -246,6 +247,7 @@ def compare(
     if json:
         show_json(result)
         return
+    results.Result(results.compared(result)).show()
     rows = []
     for test in result["tests"]:
         interval = "{low:.4f} to {high:.4f}".format(**test["interval"])

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from underpar.cli import results
 from underpar.cli.console import OUT, open_progress, show_json, show_table
 from underpar.cli.options import (
     ArtifactPath,
@@ -21,11 +22,9 @@ from underpar.cli.options import (
     app,
     audit_exit_code,
     choose_attention,
-    show_summary,
 )
 
 if TYPE_CHECKING:
-    from underpar.artifact.budget import Budget
     from underpar.core.run_folder import RunFolder
     from underpar.recipe import Recipe
 
@@ -218,7 +217,7 @@ def train(
     progress = open_progress(json, runtime)
     summary = stage.train(resolved, data, folder, runtime, progress, reference, keep)
     if runtime.is_main:
-        show_summary(json, str(folder.path), summary)
+        results.show(json, summary, results.trained(summary))
 
 
 def _what_to_train(
@@ -296,7 +295,8 @@ def pack(
     budget = stage.pack(
         folder, open_runtime(device).for_float64, cap, part, progress, inside, script_bytes
     )
-    _show_budget(budget, str(folder.artifact_file), json)
+    told = results.budget(budget.as_dict(), str(folder.artifact_file), f"score {run} --data DATA")
+    results.show(json, budget.as_dict(), told)
 
 
 @app.command()
@@ -332,7 +332,7 @@ def calibrate(
     folder = RunFolder(run)
     data = data or data_of(folder)
     summary = run_stage(folder, data, open_runtime(device).for_float64, source)
-    show_summary(json, str(folder.calibration_file), summary)
+    results.show(json, summary, results.calibrated(summary, folder.calibration_file))
 
 
 @app.command()
@@ -361,7 +361,7 @@ def quantize(
     summary = stage.quantize(
         folder, open_runtime(device).for_float64, cap, part, open_progress(json)
     )
-    show_summary(json, str(folder.quantized_file), summary)
+    results.show(json, summary, results.quantized(summary, run, folder.quantized_file))
 
 
 @app.command()
@@ -377,7 +377,8 @@ def unpack(
     """
     from underpar.stages.pack import unpack_artifact
 
-    show_summary(json, str(out), unpack_artifact(artifact, out))
+    summary = unpack_artifact(artifact, out)
+    results.show(json, summary, results.unpacked(summary, out))
 
 
 @app.command()
@@ -399,17 +400,9 @@ def size(
     from underpar.stages.pack import forecast_size
 
     budget = forecast_size(load_checked(recipe, set_ or ()), tokenizer)
-    _show_budget(budget, f"forecast for {recipe}", json)
+    told = results.budget(budget.as_dict(), f"Forecast for {recipe}")
+    results.show(json, budget.as_dict(), told)
     budget.enforce()
-
-
-def _show_budget(budget: Budget, title: str, json: bool) -> None:
-    if json:
-        show_json(budget.as_dict())
-        return
-    parts = sorted(budget.classes.items(), key=lambda item: -item[1])
-    rows = [*parts, ("total", budget.total_bytes), ("left", budget.cap_bytes - budget.total_bytes)]
-    show_table(f"{title}: {budget.num_weights:,} weights", ("what", "bytes#"), rows)
 
 
 @app.command()
@@ -436,25 +429,7 @@ def demo(
     from underpar.stages.demo import run_demo
 
     result = run_demo(load_checked("demo", set_ or ()), out, open_progress(json), full)
-    show_json(result) if json else _show_demo(result)
+    results.show(json, result, results.demo(result))
+    if not json:
+        OUT.print(result["text"], markup=False)
     raise typer.Exit(audit_exit_code(result["audit"]))
-
-
-def _show_demo(result: dict[str, Any]) -> None:
-    plain, adapted, coded = result["plain"], result["adapted"], result["document"]
-    saved = 100 - plain["percent_of_xz"]
-    against_xz = f"{abs(saved):.1f} % {'fewer' if saved >= 0 else 'more'}"
-    rows = [
-        ("held-out text", f"{plain['documents']} documents, {plain['bytes']:,} bytes"),
-        ("xz -9, all in one file", f"{plain['xz_bpb']:.4f} bits per byte"),
-        ("model", f"{plain['bpb']:.4f} bits per byte, {against_xz} than xz"),
-        ("model, adapting as it reads", f"{adapted['bpb']:.4f} bits per byte"),
-        ("model with its own bytes", f"{plain['bpb_with_artifact']:.4f} bits per byte"),
-        ("artifact and code", f"{result['total_bytes']:,} bytes"),
-        ("audit", f"{result['audit']}, on {result['audited']}"),
-        ("one document", f"{coded['raw_bytes']:,} -> {coded['compressed_bytes']:,} bytes and back"),
-        ("report", result["report"]),
-        ("seconds", f"{result['seconds']:.0f}"),
-    ]
-    show_table("demo", ("what", "result"), rows)
-    OUT.print(result["text"], markup=False)

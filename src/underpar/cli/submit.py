@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from underpar.cli import results
 from underpar.cli.console import open_progress, show_json, show_table
 from underpar.cli.options import Json, app, audit_exit_code, show_summary
 
@@ -78,7 +79,8 @@ def submit(
         show_json({"folder": str(folder), "verdict": verdict, "findings": trees})
     else:
         rows = [(f.rule, f.verdict, f.summary) for f in findings]
-        show_table(f"{folder}: {verdict}", ("check", "verdict", "evidence"), rows)
+        results.audited(rows, str(folder), verdict).show()
+        show_table("", ("check", "verdict", "evidence"), rows)
     raise typer.Exit(audit_exit_code(verdict))
 
 

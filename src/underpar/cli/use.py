@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
+from underpar.cli import results
 from underpar.cli.console import open_progress, show_json
-from underpar.cli.options import ArtifactPath, Device, Json, app, show_summary
+from underpar.cli.options import ArtifactPath, Device, Json, app
 
 
 @app.command()
@@ -31,7 +32,7 @@ def compress(
     from underpar.stages import use
 
     summary = use.compress(artifact, source, out, open_runtime(device), open_progress(json))
-    show_summary(json, f"{source} -> {out}", summary)
+    results.show(json, summary, results.compressed(summary, source, out))
 
 
 @app.command()
@@ -57,7 +58,7 @@ def decompress(
     from underpar.stages import use
 
     summary = use.decompress(artifact, source, out, open_runtime(device), any_machine)
-    show_summary(json, f"{source} -> {out}", summary)
+    results.show(json, summary, results.decompressed(summary, source, out))
 
 
 @app.command()

@@ -14,7 +14,8 @@ def number_text(value: float, num_decimals: int = 4) -> str:
 
 def count_text(count: float, noun: str) -> str:
     """A number of things, as in "1 document" and "2 documents"."""
-    return f"{number_text(count, 0)} {noun}{'' if count == 1 else 's'}"
+    number = number_text(count, 0)
+    return f"{number} {noun}{'' if number == '1' else 's'}"
 
 
 def bytes_text(value: float) -> str:
@@ -30,6 +31,11 @@ def percent_text(share: float) -> str:
 def change_text(ratio: float) -> str:
     """A ratio of sizes in words, as in "5.0 % smaller"."""
     return f"{percent_text(abs(ratio - 1))} {'smaller' if ratio < 1 else 'larger'}"
+
+
+def against_xz(ratio: float) -> str:
+    """The size of a text under the model, as a share of its size under xz, in words."""
+    return f"{change_text(ratio)} than xz"
 
 
 def seconds_text(seconds: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -43,6 +44,32 @@ class Sizes:
     num_weights: int
     classes: tuple[tuple[str, float], ...]
     tensors: tuple[TensorSize, ...]
+
+
+# The classes of a budget, in words.
+CLASSES = {
+    "attn": "attention",
+    "code": "code that decodes and scores",
+    "framing": "lengths and checksum",
+    "header": "recipe and table of tensors",
+    "mlp": "MLP",
+    "scales": "scales of branches",
+}
+
+
+def parts_of(
+    classes: Mapping[str, float], tensors: Iterable[tuple[str, float]]
+) -> list[tuple[str, float]]:
+    """The classes of a budget in words, the largest first; each lever stands for itself.
+
+    `tensors` are names and bytes.
+    """
+    parts = {CLASSES.get(name, name): size for name, size in classes.items() if name != "levers"}
+    for name, size in tensors:
+        if name.startswith("levers."):
+            lever = f"lever {name.split('.')[1]}"
+            parts[lever] = parts.get(lever, 0.0) + size
+    return sorted(parts.items(), key=lambda part: -part[1])
 
 
 @dataclass(frozen=True)
