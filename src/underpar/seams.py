@@ -316,6 +316,16 @@ class Penalty(Protocol):
         """
 
 
+class Weigher(Protocol):
+    """Train stage, seam `weigh`: weights of the tokens of a micro-batch in the mean of its loss."""
+
+    def weigh(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The weight (N,) of each target, given logits (N, V) without gradient; never all 0.
+
+        The loss is divided by the sum of the weights. Weights of several levers are multiplied.
+        """
+
+
 class FakeQuantizer(Protocol):
     """Train stage, seam `fake_quantize`: other weights for the passes of a step."""
 
@@ -414,7 +424,12 @@ class TokenClasses(Protocol):
 # Stage -> seam, an attribute by which the lever is found -> what a lever with it must have.
 STAGE_SEAMS: dict[str, dict[str, type]] = {
     "data": {"inverse": TextTransform},
-    "train": {"average": Averager, "penalty": Penalty, "fake_quantize": FakeQuantizer},
+    "train": {
+        "average": Averager,
+        "penalty": Penalty,
+        "weigh": Weigher,
+        "fake_quantize": FakeQuantizer,
+    },
     "infer": {
         "parameters": Adapter,
         "boundaries": Phases,

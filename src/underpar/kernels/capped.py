@@ -32,17 +32,18 @@ def soft_cap(
 
 
 def capped_cross_entropy(
-    logits: Tensor, targets: Tensor, cap: float, fused: bool = False
+    logits: Tensor, targets: Tensor, cap: float, fused: bool = False, mean: bool = True
 ) -> Tensor:
-    """Mean nats of targets (N,) under logits (N, V), whose size `cap` bounds.
+    """Mean nats of targets (N,) under logits (N, V), whose size `cap` bounds; or of each (N,).
 
     `fused` reads the logits once and subtracts no maximum, because exp of a bounded logit cannot
     overflow (Parameter Golf PR 1787 fuses the same sum by hand). A cap above SAFE_CAP gets the
     plain formula.
     """
     if not fused or cap > SAFE_CAP:
-        return F.cross_entropy(logits.float(), targets)
+        return F.cross_entropy(logits.float(), targets, reduction="mean" if mean else "none")
     # A mask instead of a gather, whose gradient would be another tensor of the size of the logits.
     is_target = torch.arange(logits.size(1), device=logits.device) == targets[:, None]
     chosen = torch.where(is_target, logits, 0.0).sum(-1)
-    return (logits.exp().sum(-1).log() - chosen).mean()
+    nats = logits.exp().sum(-1).log() - chosen
+    return nats.mean() if mean else nats

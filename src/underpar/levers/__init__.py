@@ -57,6 +57,7 @@ LEVERS = {
     "lawa": "underpar.levers.lawa",
     "qat_lite": "underpar.levers.qat_lite",
     "ste": "underpar.levers.ste",
+    "entropy_weight": "underpar.levers.entropy_weight",
     # A tensor belongs to the first adapter that names it, so adapters of few tensors come first.
     "adapt_scales": "underpar.levers.adapt_scales",
     "lora_ttt": "underpar.levers.lora_ttt",

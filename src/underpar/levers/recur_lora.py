@@ -5,9 +5,9 @@ MLP give by one gain each. With B = 0 and gains of 1, where training starts, it 
 At "o" and "mlp" the adapter reads what the branch read, beside its other products. Adapters are
 trained with AdamW: under Muon ranks above 1 diverged (PR 1096).
 
-Source: PR 1894, where shared blocks with adapters and scalars per pass are part of an older study;
-PR 1181 and PR 1552 (rank 2 at attention's products, on repeated visits only); relaxed recursive
-transformers, arXiv:2410.20672.
+Source: PR 1894, which tried it and dropped it, as it did not pay for its bytes; PR 1181 and PR 1552
+(rank 2 at attention's products, on repeated visits only); relaxed recursive transformers,
+arXiv:2410.20672.
 
 Legal: ordinary weights, the same for all tokens.
 

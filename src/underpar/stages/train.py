@@ -175,6 +175,7 @@ def make_trainer(
         validator=make_validator(recipe, data.val, runtime),
         averagers=[lever for lever in levers if hasattr(lever, "average")],
         penalties=[lever for lever in levers if hasattr(lever, "penalty")],
+        weighers=[lever for lever in levers if hasattr(lever, "weigh")],
         fake_quantizers=[lever for lever in levers if hasattr(lever, "fake_quantize")],
         size_of=size.total_bytes,
     )

@@ -28,7 +28,7 @@ from underpar.data.loader import Batch, Loader
 from underpar.kernels.attention import backend_of
 from underpar.model.network import EAGER, Eager, Network
 from underpar.recipe import TrainPart
-from underpar.seams import Averager, FakeQuantizer, Penalty
+from underpar.seams import Averager, FakeQuantizer, Penalty, Weigher
 from underpar.train import schedule
 from underpar.train.checkpoint import Parts, Position, read_checkpoint, save_checkpoint
 from underpar.train.events import EventWriter
@@ -74,6 +74,7 @@ class Trainer:
     validator: Validator
     averagers: list[Averager] = field(default_factory=list)
     penalties: list[Penalty] = field(default_factory=list)
+    weighers: list[Weigher] = field(default_factory=list)
     fake_quantizers: list[FakeQuantizer] = field(default_factory=list)
     size_of: SizeOf | None = None
     runner: Eager = field(init=False)
@@ -161,7 +162,8 @@ class Trainer:
     def warm_up(self) -> None:
         """Compile every graph of the schedule; where nothing is compiled, try every shape."""
         with self.meter.clock.phase("compile"):
-            warm_up(self.model, self.loader, self.part, self.runtime, self.runner)
+            parts = (self.model, self.loader, self.part, self.runtime, self.runner)
+            warm_up(*parts, self.weighers)
         self.is_warm = True
 
     def replay(self, seconds: Iterable[float]) -> Iterator[dict[str, Any]]:
@@ -245,7 +247,9 @@ class Trainer:
                 return sum_penalties(self.penalties, self.model, step, p)
 
             num_micro = self.loader.num_micro_batches
-            return accumulate(self.model, batches, num_micro, self.runtime, self.runner, penalty)
+            return accumulate(
+                self.model, batches, num_micro, self.runtime, self.runner, penalty, self.weighers
+            )
 
     def _counted_seconds(self) -> float:
         """Seconds of this start that the budget counts."""

@@ -17,7 +17,7 @@ from underpar.kernels.capped import capped_cross_entropy
 from underpar.model.kv_cache import PackedCache
 from underpar.model.network import EAGER, Eager, Network, products
 from underpar.schema import TrainPart
-from underpar.seams import Penalty, Stream
+from underpar.seams import Penalty, Stream, Weigher
 
 
 def step_of(part: TrainPart) -> list[MicroBatch]:
@@ -35,21 +35,37 @@ def open_loader(shard: Shard, part: TrainPart) -> Loader:
     return Loader(shard, plan, part.seed, part.order, piece_tokens=part.piece_tokens)
 
 
-def mean_loss(network: Network, batch: Batch, run: Eager = EAGER) -> Tensor:
-    """Mean nats per target of one micro-batch. A compiled `run` compiles every part."""
+def mean_loss(
+    network: Network, batch: Batch, run: Eager = EAGER, weighers: Sequence[Weigher] = ()
+) -> Tensor:
+    """Mean nats per target of one micro-batch. A compiled `run` compiles every part.
+
+    With `weighers` the gradient is that of the weighted mean; the value is still the plain mean.
+    """
     stream = network.run_blocks(batch.inputs, PackedCache(batch.segments), run)
-    loss: Tensor = run.end(stream_loss, network, stream, batch.targets, run.fused)
+    rest = (batch.targets, run.fused, tuple(weighers))
+    loss: Tensor = run.end(stream_loss, network, stream, *rest)
     return loss
 
 
-def stream_loss(network: Network, stream: Stream, targets: Tensor, fused: bool) -> Tensor:
+def stream_loss(
+    network: Network, stream: Stream, targets: Tensor, fused: bool, weighers: Sequence[Weigher] = ()
+) -> Tensor:
     """Mean nats per target (N,), from the stream after the last block.
 
     `fused`: with the formulas made for compilers (`kernels/capped.py`).
     """
     # A copy, because `finish` changes the stream.
     logits = network.head(network.finish(replace(stream)), fused)
-    return capped_cross_entropy(logits, targets, network.spec.softcap, fused)
+    if not weighers:
+        return capped_cross_entropy(logits, targets, network.spec.softcap, fused)
+    nats = capped_cross_entropy(logits, targets, network.spec.softcap, fused, mean=False)
+    weights = torch.ones_like(nats)
+    for lever in weighers:
+        weights = weights * lever.weigh(logits.detach(), targets)
+    weighted = (weights * nats).sum() / weights.sum()
+    # Logs, the guard and forecasts read the same loss with and without weights.
+    return nats.detach().mean() + weighted - weighted.detach()
 
 
 def sum_penalties(
@@ -68,16 +84,18 @@ def accumulate(
     runtime: Runtime,
     run: Eager = EAGER,
     penalty: Callable[[], Tensor | None] | None = None,
+    weighers: Sequence[Weigher] = (),
 ) -> Tensor:
     """Leave the global batch's gradients on every rank; returns its mean loss in nats per token.
 
-    The gradients include those of `penalty`; the loss that is returned does not.
+    The gradients include those of `penalty` and the weights of `weighers`; the loss that is
+    returned does not.
     """
     total = torch.zeros((), device=runtime.device)
     for _ in range(num_micro_batches // runtime.world):
         batch = next(batches).to(runtime.device, non_blocking=True)
         with products(runtime.device, runtime.dtype):
-            loss = mean_loss(network, batch, run) / num_micro_batches
+            loss = mean_loss(network, batch, run, weighers) / num_micro_batches
         loss.backward()
         total += loss.detach()
     # Only one rank adds the penalty, so the sum over ranks counts it once: the rank that has the

@@ -19,13 +19,21 @@ from underpar.data.loader import Loader, MicroBatch
 from underpar.data.made_up import made_up_batch
 from underpar.model.network import Eager, Network, products
 from underpar.schema import TrainPart
+from underpar.seams import Weigher
 from underpar.train.step import mean_loss
 
 # Values of progress at which the order of visits is looked up.
 MOMENTS = tuple(i / 20 for i in range(21))
 
 
-def warm_up(model: Network, loader: Loader, part: TrainPart, runtime: Runtime, run: Eager) -> int:
+def warm_up(
+    model: Network,
+    loader: Loader,
+    part: TrainPart,
+    runtime: Runtime,
+    run: Eager,
+    weighers: Sequence[Weigher] = (),
+) -> int:
     """One forward and backward pass per shape and order of visits; returns how many."""
     shapes = shapes_of(loader.plan, part)
     if isinstance(run, CompiledRun):
@@ -34,10 +42,10 @@ def warm_up(model: Network, loader: Loader, part: TrainPart, runtime: Runtime, r
         sizes = list({micro.tokens: micro for micro in shapes}.values())
         with run.trace_only():
             for batch in _passes(model, loader, part.order, sizes):
-                _lose(model, batch, runtime, run)
+                _lose(model, batch, runtime, run, weighers)
     num_graphs = 0
     for batch in _passes(model, loader, part.order, shapes):
-        _lose(model, batch, runtime, run).backward()
+        _lose(model, batch, runtime, run, weighers).backward()
         num_graphs += 1
     model.zero_grad(set_to_none=True)
     runtime.synchronize()
@@ -60,9 +68,11 @@ def _passes(
             yield made_up_batch(micro, model.spec.vocab_size, rng, order, loader.longest)
 
 
-def _lose(model: Network, batch: Batch, runtime: Runtime, run: Eager) -> Tensor:
+def _lose(
+    model: Network, batch: Batch, runtime: Runtime, run: Eager, weighers: Sequence[Weigher]
+) -> Tensor:
     with products(runtime.device, runtime.dtype):
-        return mean_loss(model, batch.to(runtime.device), run)
+        return mean_loss(model, batch.to(runtime.device), run, weighers)
 
 
 def shapes_of(plan: Sequence[MicroBatch], part: TrainPart) -> list[MicroBatch]:
