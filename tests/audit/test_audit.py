@@ -244,7 +244,7 @@ def test_reading_ahead_is_seen_by_replacing_what_comes(case: Case) -> None:
 def scored_with(tiny_run: TinyRun, case: Case, method: Method) -> Case:
     """The case of a few documents and one score of them, by a method of small settings."""
     artifact, _ = read_artifact(tiny_run.folder.artifact_file)
-    changes = ["levers.lora_ttt={rank=4, lanes=2, lr=0.01}", "levers.tilt={order=2}"]
+    changes = ["levers.lora_ttt={rank=4, lanes=2, group=2, lr=0.01}", "levers.tilt={order=2}"]
     levers = [change for change in changes if change.split("=")[0][7:] in method.levers]
     method, recipe = open_method(artifact.recipe, method, levers)
     val = first_documents(case.data.val, 4)

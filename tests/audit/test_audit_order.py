@@ -38,7 +38,7 @@ SIZES = {"vocab_size": VOCAB, "dim": 32, "num_heads": 2, "num_kv_heads": 1, "mlp
 SIZES |= {"num_layers": 2, "context": CONTEXT}
 RECIPE = load_recipe("cpu", [f"model.{key}={value}" for key, value in SIZES.items()])
 # Chunks of two sizes, documents that follow one another in a lane, and steps that show at once.
-LORA = "levers.lora_ttt={rank=3, chunk=6, short=['12:4'], lanes=2, lr=0.01}"
+LORA = "levers.lora_ttt={rank=3, chunk=6, short=['12:4'], lanes=2, group=2, lr=0.01}"
 TILT = "levers.tilt={order=3, min_confidence=0.4}"
 PHASES = "levers.phased_sgd={prefix=0.4, lr=0.1, chunk_tokens=16}"
 EVERYTHING = ("lora_ttt", "tilt", "phased_sgd")
@@ -258,6 +258,7 @@ def test_so_little_text_has_lanes_that_go_on_and_chunks_of_all_sizes() -> None:
         found = for_probes(recipe, shard)
         own = found.levers["lora_ttt"]
         assert (own["lanes"], tuple(own["short"])) == (lanes, ("16:8", "125:24"))
+        assert own["group"] == min(lanes, 24)
         assert found.score.adapt_tokens == min(160, recipe.score.adapt_tokens)
     plain = load_recipe("cpu")
     assert for_probes(plain, shard).levers == plain.levers

@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from lane_runs import CONTEXT, MODEL, NUM_TARGETS, SHARD
-from lever_stacks import randomized
+from lane_runs import CONTEXT, MODEL, NUM_TARGETS, SHARD, SORTED, Run
+from lever_stacks import CPU, randomized
 from underpar.artifact.unpack import Artifact
 from underpar.build.levers import lever_settings
+from underpar.build.model import build_predictor
 from underpar.build.scoring import ScoringRequest, method_of, open_method, run_method
 from underpar.core.runtime import Runtime
 from underpar.errors import RecipeError, RuleError, UnderparError
+from underpar.levers.lora_ttt import Settings
 from underpar.quant.schemes import QuantizedTensor, Scheme
 from underpar.recipe import load_recipe
 from underpar.score.ledger import Score
@@ -24,7 +26,7 @@ LEVERS = ["levers.smear.init=0.5", "levers.adapt_scales=true"]
 LEVERS += ["levers.lora_ttt={rank=2, chunk=8, short=[]}", "score.adapt_tokens=20"]
 RECIPE = load_recipe("cpu", [*MODEL, *LEVERS])
 LANES = Method(("lora_ttt",))
-SMALL = ["levers.lora_ttt.lr=0.01", "levers.lora_ttt.lanes=3"]
+SMALL = [f"levers.lora_ttt.{value}" for value in ("lr=0.01", "lanes=3", "group=3")]
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +144,21 @@ def test_a_stored_method_is_checked_again(artifact: Artifact) -> None:
     request = ScoringRequest(replace(LANES, stride=8), Runtime(torch.device("cpu")))
     with pytest.raises(RuleError, match="windows of its own"):
         run_method(artifact, SHARD, request)
+
+
+def test_the_published_order_implies_groups_fresh_keys_and_decay(artifact: Artifact) -> None:
+    changes = [*SMALL, "levers.lora_ttt.group=2", "levers.lora_ttt.decay=20.0"]
+    score = score_of(artifact, replace(LANES, order=PUBLISHED), *changes)
+    settings = Settings(rank=2, chunk=8, short=(), lr=0.01, decay=20.0, lanes=2, keys="fresh")
+
+    def by_hand(decay_all: bool) -> float:
+        model = build_predictor(artifact, CPU).model
+        whole = replace(settings, decay_all=decay_all)
+        return Run(settings=whole, method=SORTED, model=model).go().score.bits
+
+    assert score.bits == by_hand(decay_all=True) != by_hand(decay_all=False)
+    with pytest.raises(RecipeError, match="group = 0: expected at least 1"):
+        score_of(artifact, LANES, "levers.lora_ttt.group=0")
 
 
 def test_documents_and_the_stream_have_their_engines(artifact: Artifact) -> None:

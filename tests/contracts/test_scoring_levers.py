@@ -36,7 +36,7 @@ PLAIN = replace(PLAIN, score=replace(PLAIN.score, batch_tokens=60, adapt_tokens=
 
 # Settings that act on so little text, where the defaults would not.
 SMALL: dict[str, dict[str, Any]] = {
-    "lora_ttt": {"rank": 3, "chunk": 6, "short": ("12:4",), "lanes": 2, "lr": 0.01},
+    "lora_ttt": {"rank": 3, "chunk": 6, "short": ("12:4",), "lanes": 2, "group": 2, "lr": 0.01},
     "phased_sgd": {"prefix": 0.4, "lr": 0.1, "chunk_tokens": 16},
     "token_calibration": {"scales": (0.9,) * 7, "biases": (0.1, 0.0, 0.2, 0.0, 0.0, 0.0, 0.0)},
     "tilt": {"order": 3, "min_confidence": 0.4},

@@ -20,7 +20,7 @@ from underpar.lab.deviations import (
 from underpar.recipe import list_recipes, load_recipe, to_tree
 
 DEVIATIONS = read_deviations()
-TREES = {name: to_tree(resolve_levers(load_recipe(name))) for name in DEVIATIONS}
+TREES = {name: to_tree(resolve_levers(load_recipe(name)), complete=True) for name in DEVIATIONS}
 
 
 def shown(*words: str) -> str:

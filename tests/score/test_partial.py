@@ -41,7 +41,7 @@ from underpar.score.ttt import scorer
 
 RECIPE = load_recipe("cpu", [*MODEL, "levers.smear.init=0.5", "levers.softcap=true"])
 SMALL = ["score.batch_tokens=1", "score.adapt_tokens=1"]
-LANES = ["levers.lora_ttt={rank=2, chunk=4, short=['8:2'], lr=0.01, lanes=3}"]
+LANES = ["levers.lora_ttt={rank=2, chunk=4, short=['8:2'], lr=0.01, lanes=3, group=3}"]
 FRESH = [*LANES, "levers.lora_ttt.keys=fresh"]
 DECAY = [*LANES, "levers.lora_ttt.decay_all=true", "levers.lora_ttt.decay=10.0"]
 PHASES = ["levers.phased_sgd={prefix=0.5, phases=3, lr=0.1, chunk_tokens=16}"]

@@ -80,5 +80,5 @@ def _steps(order: str, num_targets: Sequence[int], lanes: dict[str, Any]) -> lis
     if order != PUBLISHED:
         return list(stream_schedule(num_targets, lanes["lanes"], sizes))
     lengths = [total + 1 for total in num_targets]
-    groups = published_schedule(num_targets, lengths, lanes["lanes"], sizes)
+    groups = published_schedule(num_targets, lengths, lanes["group"], sizes)
     return [chunks for group in groups for chunks in group.steps]

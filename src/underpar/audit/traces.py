@@ -179,7 +179,8 @@ def for_probes(recipe: Recipe, shard: Shard) -> Recipe:
         most = max(2, shard.num_documents // LANE_DOCUMENTS)
         limits = (entry.split(":") for entry in lora["short"])
         short = tuple(f"{max(1, int(limit) // SHORTER)}:{size}" for limit, size in limits)
-        levers["lora_ttt"] = {**lora, "lanes": min(lora["lanes"], most), "short": short}
+        side_by_side = {key: min(lora[key], most) for key in ("lanes", "group")}
+        levers["lora_ttt"] = {**lora, **side_by_side, "short": short}
     return replace(recipe, score=score, levers=levers)
 
 

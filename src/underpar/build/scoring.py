@@ -147,6 +147,8 @@ def run_method(artifact: Artifact, shard: Shard, request: ScoringRequest) -> Sco
         engine = import_module(lora[0].engine).DocumentScorer
         phases = next(iter(having(levers, "boundaries")), None)
         settings = lora[0].lora
+        if method.order == PUBLISHED:
+            settings = settings.as_published
         scorer = engine(
             predictor, shard, runtime, clock, settings, method, mixture, phases, *reports
         )

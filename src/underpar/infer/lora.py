@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -48,8 +48,15 @@ class LoraSettings:
     short: tuple[str, ...] = ("256:8", "2000:24")
     warm: bool = True
     lanes: int = 64
+    group: int = 24
     keys: str = "kept"
     seed: int = 0
+
+    @property
+    def as_published(self) -> LoraSettings:
+        """What the published order implies: groups of documents whose chunks read their whole
+        window again, and adapters that decay whether or not their document goes on (PR 2014)."""
+        return replace(self, lanes=self.group, keys="fresh", decay_all=True)
 
     def check(self, lever: str) -> None:
         """Refuse values that make no sense, naming the lever that has them."""
@@ -58,7 +65,7 @@ class LoraSettings:
             require(site in SITES, f"{where}sites: {site!r} is not one of {', '.join(SITES)}")
         once = 0 < len(self.sites) == len(set(self.sites))
         require(once, f"{where}sites = {self.sites}: name one or more, each once")
-        for key in ("rank", "chunk", "lanes"):
+        for key in ("rank", "chunk", "lanes", "group"):
             value = getattr(self, key)
             require(value > 0, f"{where}{key} = {value}: expected at least 1")
         for key in ("alpha", "lr", "decay", "seed"):

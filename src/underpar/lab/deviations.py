@@ -59,8 +59,8 @@ def published_name(name: str) -> str:
 def deviations_of(name: str, recipe: Recipe) -> list[Deviation]:
     """All deviations of `recipe`, which is that of `name`: listed ones, then values set on top."""
     published = published_name(name)
-    plain = to_tree(resolve_levers(load_recipe(published)))
-    tree = to_tree(resolve_levers(recipe))
+    plain = to_tree(resolve_levers(load_recipe(published)), complete=True)
+    tree = to_tree(resolve_levers(recipe), complete=True)
     rows = []
     for row in read_deviations()[published]:
         if row.key and not says(tree, row):

@@ -3,11 +3,11 @@
 The adapters of a document stand beside the model's own products, at chosen sites of every visit and
 at the head. A chunk of tokens is priced, then learned from, then the next chunk is priced. The last
 chunk of a document is priced only. The defaults are those of PR 2014 for sites, rank, alpha, rate,
-decay, beta2, eps and chunk sizes. They differ from PR 2014 in four points: 64 documents side by
-side instead of 24, keys kept from chunk to chunk instead of computed again, ended documents do not
-decay, and the chunk size follows from the place in the document instead of the longest document of
-a group. `--order published` with `lanes = 24`, `keys = "fresh"` and `decay_all = true` is the
-published loop.
+decay, beta2, eps and chunk sizes. In the order `stream` they differ from PR 2014 in four points: 64
+documents side by side instead of 24, keys kept from chunk to chunk instead of computed again, ended
+documents do not decay, and the chunk size follows from the place in the document instead of the
+longest document of a group. `--order published` is the published loop: it has groups of `group`
+documents, and whatever `keys` and `decay_all` are, keys are computed again and all adapters decay.
 
 Source: PR 77, PR 1530 (adapters per document, 11 mBPB), PR 1767 (A stays warm from document to
 document), PR 2014 (the values above); LoRA, arXiv:2106.09685; score first as ruled in PR 549.
@@ -47,6 +47,7 @@ class Settings(LoraSettings):
     `short`: "limit:chunk" entries; a smaller chunk is used up to that many tokens of a document.
     `warm`: true starts the next document of a lane from the A of its last one.
     `lanes`: number of documents side by side.
+    `group`: the same in the published order.
     `keys`: "kept" keeps keys and values from chunk to chunk; "fresh" reads the whole window again
     for every chunk.
     `seed`: seed of the first A.

@@ -47,7 +47,7 @@ def all_pass(run: RunFolder, data: Path | None = None) -> bool:
     return True
 
 
-LORA_CHANGES = ["levers.lora_ttt={rank=4, lanes=2, lr=0.01}"]
+LORA_CHANGES = ["levers.lora_ttt={rank=4, lanes=2, group=2, lr=0.01}"]
 METHODS = [
     (Method(("tilt",), stride=64, flat=True), []),
     (replace(ADAPT, seconds=1e-6), []),
