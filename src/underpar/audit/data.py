@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from underpar.audit.case import Case
-from underpar.audit.finding import DEVIATION, PASS, Finding, judge, not_shown
+from underpar.audit.finding import DEVIATION, PASS, Finding, deviates, judge, not_shown
 from underpar.audit.probes import pick_documents
 from underpar.build.levers import plug_levers
 from underpar.build.model import weight_shapes
@@ -296,11 +296,13 @@ def splits(case: Case) -> Finding:
         sigmas_more_quoted=quoted,
         wrong=wrong,
     )
-    if finding.verdict == PASS and not tokenizer.lossless:
-        return not_shown("splits", f"{finding.summary}, which a lossy tokenizer cannot show")
     if finding.verdict == PASS and _is_chosen(case):
         why = "files decide what is held out; --expect-data shows that nobody chose them for a run"
         return not_shown("splits", f"{finding.summary}; {why}", **finding.evidence)
+    if finding.verdict == PASS and not tokenizer.lossless:
+        # Copies were searched in what tokens decode to. That the source is what was tokenized is
+        # the rule on bytes, which asks for it.
+        return deviates(finding, ("D8",), "a lossy tokenizer shows its own text, not the source")
     return finding
 
 

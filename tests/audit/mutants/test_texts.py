@@ -15,7 +15,15 @@ from small_data import edit_manifest, prose, train_sentencepiece, write_jsonl, w
 from tiny import TinyRun
 from underpar.audit.case import Case, Limits
 from underpar.audit.data import byte_count, memorization, splits
-from underpar.audit.finding import DEVIATION, FAIL, NOT_SHOWN, PASS
+from underpar.audit.finding import (
+    DEVIATION,
+    FAIL,
+    NOT_SHOWN,
+    PASS,
+    PRECEDENT,
+    STRICT,
+    overall,
+)
 from underpar.core.run_folder import RunFolder
 from underpar.data.build import BuildOptions, build_data
 from underpar.data.folder import hash_file, load_data
@@ -94,6 +102,19 @@ def test_a_tokenizer_that_makes_text_easier(
     assert not load_data(data).tokenizer.lossless
     finding = byte_count(about(case, data))
     assert finding.verdict == verdict, finding.summary
+
+
+def test_text_of_a_published_tokenizer_passes_by_precedent_alone(
+    case: Case, tmp_path: Path
+) -> None:
+    """The published tokenizers normalize text: a deviation of every accepted record."""
+    model = tmp_path / "tokenizer.model"
+    model.write_bytes(train_sentencepiece(prose(60), 400, normalization_rule_name="nmt_nfkc"))
+    mine = about(case, built(tmp_path, tokenizer=model, vocab_size=None))
+    findings = [byte_count(mine), splits(mine)]
+    assert [finding.verdict for finding in findings] == [DEVIATION, DEVIATION]
+    assert all(finding.evidence.get("deviations", ["D8"]) == ["D8"] for finding in findings)
+    assert (overall(findings, STRICT), overall(findings, PRECEDENT)) == (FAIL, DEVIATION)
 
 
 def leave_out(data: Path, share: float) -> None:
