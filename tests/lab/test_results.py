@@ -232,6 +232,22 @@ def test_the_shipped_public_runs_are_read() -> None:
     assert run.row().figures["ms per step"] == pytest.approx(199.73, abs=0.01)
 
 
+def test_a_page_keeps_what_stands_around_the_table(tmp_path: Path) -> None:
+    folder, out = make_run(tmp_path / "a", 1), tmp_path / "page.md"
+    write_results(out, [str(folder.path)])
+    once = out.read_text()
+    out.write_text(f"# Mine\n\n{once}\nMore words.\n")
+    write_results(out, [f"named={folder.path}"])
+    page = out.read_text()
+    assert page.startswith("# Mine\n") and page.endswith("\nMore words.\n")
+    assert "| named | 1 |" in page and "| a | 1 |" not in page
+    for text in ("# Mine\n", once.replace("<!-- end", "<!-- no end")):
+        out.write_text(text)
+        with pytest.raises(RunError, match="exists without the lines"):
+            write_results(out, [str(folder.path)])
+        assert out.read_text() == text
+
+
 def test_mistakes_are_named(tmp_path: Path) -> None:
     folder, out = make_run(tmp_path / "a", 1), tmp_path / "out.md"
     longer = make_run(tmp_path / "longer", 2)

@@ -409,7 +409,8 @@ def lab_results(
     underpar lab results OUT.md h200-300s=runs/1 h200-300s=runs/2 pr1219=runs/a
 
     Runs that differ only in their seed share a mean and two deviations: sample and population.
-    Public runs on the same text stand below. Folders may be copies without weights.
+    Public runs on the same text stand below. Folders may be copies without weights. Of a page that
+    exists, only the part between the two comment lines is replaced.
     """
     from underpar.lab.results import PUBLIC_RUNS, write_results
 

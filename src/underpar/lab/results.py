@@ -23,6 +23,8 @@ from underpar.report.facts import AuditResult, RunReport, ScoreResult
 from underpar.report.gather import OTHER_FILES, gather
 from underpar.score.method import PUBLISHED, STREAM
 
+# The lines around the table: what is between them is replaced, the rest of a page stays.
+BEGIN, END = "<!-- begin: underpar lab results -->", "<!-- end: underpar lab results -->"
 PUBLIC_RUNS = Path(__file__).with_name("public_runs.toml")
 # The word for an order of scoring.
 ORDERS = {STREAM: "decodable", PUBLISHED: "published order"}
@@ -140,7 +142,22 @@ def write_results(out: Path, runs: Sequence[str], public: Path = PUBLIC_RUNS) ->
             f"runs priced {sizes} bytes of text, so their BPB do not compare; one page each"
         )
     beside = [run for run in read_public(public) if run.text_bytes in texts]
-    write_atomic(out, to_markdown(read, beside))
+    write_atomic(out, into_page(out, to_markdown(read, beside)))
+
+
+def into_page(out: Path, text: str) -> str:
+    """The page at `out` with `text` between its two marks, or a new page."""
+    section = f"{BEGIN}\n\n{text}\n{END}\n"
+    if not out.exists():
+        return section
+    try:
+        before, _, rest = out.read_text().partition(f"{BEGIN}\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RunError(f"{out} is no Markdown file ({error!s:.200}); give another name") from error
+    _, mark, after = rest.partition(f"{END}\n")
+    if not mark:
+        raise RunError(f"{out} exists without the lines {BEGIN} and {END}; give another name")
+    return before + section + after
 
 
 def read_run(text: str) -> Run:
