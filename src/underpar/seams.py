@@ -293,8 +293,8 @@ class Averager(Protocol):
     def start(self, weights: Mapping[str, Tensor]) -> None:
         """Take the initial weights."""
 
-    def update(self, weights: Mapping[str, Tensor], step: int) -> None:
-        """Fold in the weights after `step` steps."""
+    def update(self, weights: Mapping[str, Tensor], step: int, lr_scale: float) -> None:
+        """Fold in the weights after `step` steps; `lr_scale` (0 to 1) was the rates' schedule."""
 
     def average(self) -> dict[str, Tensor]:
         """The average, by weight name; what packing gets."""

@@ -52,7 +52,7 @@ class Lever:
 
     def start(self, weights: dict) -> None: ...
 
-    def update(self, weights: dict, step: int) -> None: ...
+    def update(self, weights: dict, step: int, lr_scale: float) -> None: ...
 
     def average(self) -> dict: ...
 
@@ -146,7 +146,7 @@ def test_a_lever_with_neither_a_class_nor_a_function_is_refused(add: Callable[..
         ("def average(", "def averages(", "no seam of the stage 'train'; define one of average"),
         ("def state(", "def states(", "the seam 'average' needs a method 'state' too"),
         (
-            "weights: dict, step: int",
+            "weights: dict, step: int, lr_scale: float",
             "weights: dict",
             r"update\(weights: dict\).*calls update\(weights, step",
         ),

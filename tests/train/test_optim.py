@@ -112,10 +112,20 @@ def test_15_latest_weights_are_the_mean_of_their_snapshots() -> None:
         assert float(average.average()["w"]) == pytest.approx(sum(taken) / len(taken))
 
 
+def test_15_snapshots_begin_below_a_learning_rate() -> None:
+    # The rates fall from step 1 on, below a half after step 10.
+    average = lawa.plug(lawa.Settings(every=3, window=12, below=0.5), load_recipe("cpu").model)
+    average.start({"w": torch.tensor(1000.0)})
+    for step in range(1, 21):
+        average.update({"w": torch.tensor(float(step))}, step, 1.0 - step / 20)
+        taken = [*(s for s in range(3, step, 3) if s > 10), step]
+        assert float(average.average()["w"]) == pytest.approx(sum(taken) / len(taken))
+
+
 @pytest.mark.parametrize("stop", [1, 7, 12, 13])
 def test_15_a_resumed_average_is_the_same(stop: int) -> None:
     weights = {"w": torch.zeros(3, dtype=torch.float16)}
-    whole, first, second = (lawa.LatestWeights(every=3, window=4) for _ in range(3))
+    whole, first, second = (lawa.LatestWeights(lawa.Settings(every=3, window=4)) for _ in range(3))
     for average in (whole, first, second):
         average.start(weights)
     torch.manual_seed(0)

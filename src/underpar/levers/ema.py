@@ -53,7 +53,7 @@ class WeightAverage:
         self._shadow = {name: w.detach().float().clone() for name, w in weights.items()}
 
     @torch.no_grad()
-    def update(self, weights: Mapping[str, Tensor], step: int) -> None:
+    def update(self, weights: Mapping[str, Tensor], step: int, lr_scale: float = 1.0) -> None:
         """Add the weights after `step` steps to the average."""
         decay, horizon = self.settings.decay, self.settings.horizon
         new_share = 1.0 - decay if decay else 1.0 / (1.0 + horizon * step)

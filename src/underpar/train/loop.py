@@ -213,7 +213,7 @@ class Trainer:
         context = schedule.context_at(part, p)
         changed = bool(context) and position.context not in (0, context)
         changed_at = step if changed else position.changed_at
-        lr_scale = schedule.lr_scale(part, p)
+        planned_scale = lr_scale = schedule.lr_scale(part, p)
         if changed_at >= 0:
             lr_scale *= schedule.rewarm(part, step - changed_at)
         momentum, decay_scale = schedule.momentum(part, p, step), schedule.decay_scale(part, p)
@@ -223,7 +223,7 @@ class Trainer:
         loss = self._accumulate(feed.at(step, context), step, p)
         norm = self.optimizer.step(lr_scale, momentum, decay_scale)
         for averager in self.averagers:
-            averager.update(self.weights(), step + 1)
+            averager.update(self.weights(), step + 1, planned_scale)
 
         self.position = replace(
             position,
