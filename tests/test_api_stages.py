@@ -1,15 +1,18 @@
 """The stages as Python functions: they do what the commands do, and say so in types."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
 import underpar
 from tiny import TinyRun
-from underpar.api import TrainedRun
+from underpar.api import Model, TrainedRun
 from underpar.artifact.budget import Budget
+from underpar.audit.finding import Finding
 from underpar.core.progress import SILENT, Lines
 from underpar.core.run_folder import RunFolder
 from underpar.data.folder import data_identity, load_data
@@ -112,6 +115,27 @@ else:
     raise SystemExit("no error")
 """
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_the_guide_names_what_there_is() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "python.md").read_text()
+    about_model, _, about_stages = page.partition("## Make one")
+    calls = re.findall(r"^\| `model\.(\w+).*` \|", about_model, re.MULTILINE)
+    assert len(calls) == 5 and names_of(Model) >= {*calls}
+    rows = re.findall(r"^\| `(\w+)\(.*\)` \| `(\w+)` \| (.*) \|$", about_stages, re.MULTILINE)
+    assert {name for name, _, _ in rows} == {*underpar.__all__} - {"Model", "load"}
+    # What a result holds, besides what it has itself.
+    inside = {Audited: names_of(Finding), Scored: {"entries"}}
+    for name, kind, has in rows:
+        result = get_type_hints(getattr(underpar, name))["return"]
+        assert result.__name__ == kind
+        named = {*re.findall(r"`(\w+)", has)}
+        assert names_of(result) | inside.get(result, set()) >= named, kind
+
+
+def names_of(kind: type) -> set[str]:
+    """The attributes of a class and of its dataclass fields."""
+    return {*dir(kind), *getattr(kind, "__dataclass_fields__", {})}
 
 
 def test_lines_are_printed_after_some_time(capsys: pytest.CaptureFixture[str]) -> None:

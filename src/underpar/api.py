@@ -1,7 +1,7 @@
 """The Python interface: the stages as functions, and a model that scores, writes and compresses.
 
 The functions call the same stages as the commands of the same names. They print a line every few
-seconds while they work; `progress=underpar.api.SILENT` keeps them quiet.
+seconds while they work, unless `progress` is `core.progress.SILENT`.
 """
 
 from __future__ import annotations
