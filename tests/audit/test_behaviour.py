@@ -26,6 +26,8 @@ from underpar.stages.audit import AuditRequest, open_case
 
 LEVERS = ["levers.lora_ttt={rank=4, lanes=2, lr=0.02, chunk=16}", "levers.tilt={order=3}"]
 TILT, LORA = Method(("tilt",)), Method(("lora_ttt", "tilt"))
+# The experts of PR 1219, and two more one after the other.
+EXPERTS = Method(("ngram", "match", "counts"))
 RULES = {
     "normalization": behaviour.normalization,
     "random text": behaviour.random_text_saves_nothing,
@@ -38,7 +40,7 @@ def cases(tiny_run: TinyRun, runtime: Runtime) -> dict[str, Case]:
     case = open_case(tiny_run.folder, runtime, AuditRequest(tiny_run.data, seed=0))
     artifact, _ = read_artifact(tiny_run.folder.artifact_file)
     made = {}
-    for method in (Method(), TILT, LORA, Method(("adapt_scales",))):
+    for method in (Method(), TILT, LORA, EXPERTS, Method(("adapt_scales",))):
         changes = [line for line in LEVERS if line.split("=")[0][7:] in method.levers]
         opened, recipe = open_method(artifact.recipe, method, changes)
         val = first_documents(case.data.val, 2)
@@ -48,7 +50,7 @@ def cases(tiny_run: TinyRun, runtime: Runtime) -> dict[str, Case]:
     return made
 
 
-@pytest.mark.parametrize("label", ["plain", "tilt", "lora_ttt+tilt", "adapt_scales"])
+@pytest.mark.parametrize("label", ["plain", "tilt", "lora_ttt+tilt", EXPERTS.label, "adapt_scales"])
 @pytest.mark.parametrize("rule", RULES)
 def test_honest_methods_pass(cases: dict[str, Case], label: str, rule: str) -> None:
     finding = RULES[rule](cases[label])
@@ -70,7 +72,7 @@ def test_a_boost_without_its_share_is_caught(
         return result
 
     monkeypatch.setattr("underpar.infer.tilt.tilted", unnormalized)
-    for method in (TILT, LORA):
+    for method in (TILT, LORA, EXPERTS):
         assert "normalization" in verdicts(cases[method.label])
 
 
