@@ -1,18 +1,32 @@
 """FLOPs against counted ones, peaks by name, speed between lines."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 from underpar.build.model import build_model
-from underpar.core.runtime import Clock
+from underpar.core.run_folder import RunFolder
+from underpar.core.runtime import Clock, Runtime
 from underpar.data.batch import segments_from_starts
 from underpar.lab.flops import count_flops
 from underpar.model.gpt import GPT
 from underpar.model.kv_cache import PackedCache
 from underpar.recipe import Recipe, load_recipe
 from underpar.schema import ModelSpec
-from underpar.train.meter import Meter, flops_per_token, peak_flops, peak_of
+from underpar.stages import train as stages_train
+from underpar.train import meter
+from underpar.train.meter import (
+    SLOW_SHARE,
+    WATCHED_SECONDS,
+    Meter,
+    SpeedWatch,
+    flops_per_token,
+    peak_flops,
+    peak_of,
+)
+from watcher import Watcher
 
 
 def counted_forward(model: GPT, num_tokens: int, context: int) -> float:
@@ -112,3 +126,45 @@ def test_phases_are_fields_of_the_line() -> None:
     spent = {name: line[name] for name in ("train_seconds", "checkpoint_seconds")}
     assert sum(spent.values()) <= sum(clock.read().values())
     assert min(spent.values()) > 0
+
+
+def watched(*lines: tuple[float, float], figure: float = 100e9) -> list[str]:
+    """What a watch says to lines of the clock and the operations so far."""
+    watch = SpeedWatch(lambda: figure)
+    return [note for line in lines if (note := watch.see(*line))]
+
+
+def test_a_run_far_slower_than_the_machine_says_so_once() -> None:
+    slow = 0.9 * SLOW_SHARE * 100e9
+    [note] = watched(*((t, slow * t) for t in np.arange(0.0, 50.0, 2.0)))
+    assert note.startswith("far slower than this machine is: training does 2.7 GFLOP/s, products")
+    assert "matrices reach 100 ('underpar doctor')" in note
+
+
+def test_a_run_that_becomes_slow_says_so() -> None:
+    fast = [(t, 30e9 * t) for t in np.arange(0.0, 41.0, 2.0)]
+    assert watched(*fast) == []
+    seconds, flops = fast[-1]
+    assert len(watched(*fast, *((seconds + t, flops + 1e9 * t) for t in (4, 8, 12)))) == 1
+
+
+def test_a_short_stretch_and_a_resumed_run_are_not_judged_by_what_was_before() -> None:
+    assert watched((0, 0), (0.99 * WATCHED_SECONDS, 1.0)) == []
+    # The clock and the operations of a resumed run begin where it was stopped.
+    assert watched((1e4, 1e12), (1e4 + WATCHED_SECONDS, 1e12 + 50e9 * WATCHED_SECONDS)) == []
+
+
+def test_a_short_run_measures_nothing() -> None:
+    watch = SpeedWatch(lambda: pytest.fail("measured"))
+    assert watch.see(0, 0) is watch.see(0.9 * WATCHED_SECONDS, 1.0) is None
+
+
+def test_training_prints_that_it_is_slow(
+    tiny_data: Path, tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meter, "WATCHED_SECONDS", 0.0)
+    monkeypatch.setattr(stages_train, "matmul_flops", lambda _: 1e18)
+    watcher = Watcher()
+    recipe = load_recipe("cpu", ["train.budget_steps=3", "model.num_layers=1"])
+    stages_train.train(recipe, tiny_data, RunFolder(tmp_path / "run"), runtime, watcher)
+    assert sum("far slower than this machine" in note for note in watcher.notes) == 1

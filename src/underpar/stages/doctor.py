@@ -9,7 +9,6 @@ from __future__ import annotations
 import platform
 import shutil
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +21,7 @@ from torch.cuda import comm
 from underpar.core.runtime import Runtime, free_memory_bytes, is_machine_busy
 from underpar.core.versions import device_name, version_of, versions
 from underpar.kernels.attention import available
-from underpar.train.meter import peak_flops
+from underpar.train.meter import best_seconds, matmul_flops, peak_flops
 
 # Products of 1024 x 1024 matrices in fp32 on one core, GFLOP/s: from old laptops to AVX-512.
 CORE_GFLOPS = (15.0, 200.0)
@@ -45,7 +44,7 @@ OPTIONAL = {
 
 def diagnose(runtime: Runtime) -> dict[str, Any]:
     """All facts as plain values for JSON."""
-    device, gflops = runtime.device, matmul_speed(runtime)
+    device, gflops = runtime.device, matmul_flops(runtime) / 1e9
     facts = {
         **versions("python"),
         "system": f"{platform.system()} {platform.machine()}",
@@ -140,27 +139,9 @@ def _describe_device(device: torch.device) -> str:
     return f"{device.type} ({torch.backends.cpu.get_cpu_capability()})"
 
 
-def matmul_speed(runtime: Runtime) -> float:
-    """GFLOP/s of one product of square matrices, in the precision of training."""
-    size = 8192 if runtime.device.type == "cuda" else 1024
-    a = torch.randn(size, size, dtype=runtime.dtype, device=runtime.device)
-    return 2 * size**3 / _best_seconds(lambda: a @ a, runtime) / 1e9
-
-
 def copy_speed(runtime: Runtime) -> float:
     """GB/s, read plus written, of a copy on the device."""
     size = 1 << (30 if runtime.device.type == "cuda" else 26)
     a = torch.zeros(size // 4, device=runtime.device)
     b = torch.empty_like(a)
-    return 2 * size / _best_seconds(lambda: b.copy_(a), runtime) / 1e9
-
-
-def _best_seconds(work: Callable[[], object], runtime: Runtime) -> float:
-    best = float("inf")
-    for _ in range(5):
-        runtime.synchronize()
-        started = time.perf_counter()
-        work()
-        runtime.synchronize()
-        best = min(best, time.perf_counter() - started)
-    return best
+    return 2 * size / best_seconds(lambda: b.copy_(a), runtime) / 1e9

@@ -43,10 +43,13 @@ from underpar.train.evidence import KEPT, Evidence
 from underpar.train.guard import Reference, read_reference
 from underpar.train.loop import Trainer
 from underpar.train.loss_forecast import Forecast
+from underpar.train.meter import SpeedWatch, matmul_flops
 from underpar.train.schedule import progress as progress_of
 from underpar.train.step import open_loader
 from underpar.train.validate import Validator
 
+# The width from which a model keeps a GPU busy.
+WIDE_MODEL = 512
 # Outputs of a block's matrices that training keeps for the way back.
 SAVED_OUTPUTS = ("attn.q", "attn.k", "attn.v", "mlp.up")
 
@@ -108,6 +111,11 @@ def _train(
             "other processes use this machine: training is slower, and a budget in seconds buys "
             "fewer steps ('underpar doctor' compares its speed with known ones)"
         )
+    # The matrices of small recipes are no measure of a GPU, and MPS has no clock to wait for.
+    is_measured = runtime.device.type == "cpu" or (
+        runtime.device.type == "cuda" and recipe.model.dim >= WIDE_MODEL
+    )
+    watch = SpeedWatch(lambda: runtime.world * matmul_flops(runtime)) if is_measured else None
     with progress.task("train", 1) as task:
 
         def on_step(line: dict[str, Any]) -> bool:
@@ -121,6 +129,8 @@ def _train(
             if reference:
                 stopped = reference.check(line["progress"], line["loss"])
             task.update(spent_share(recipe.train, line), remark.add(line))
+            if watch and (slow := watch.see(line["seconds"], line["flops"])):
+                progress.note(slow)
             return stopped is not None
 
         # Only the main rank prepares the folder; its refusal ends the other ranks too.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import torch
 
-from underpar.core.runtime import Clock
+from underpar.core.runtime import Clock, Runtime
 from underpar.schema import ModelSpec
 from underpar.seams import Visit
 
@@ -61,6 +62,60 @@ def peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     return peak_of(torch.cuda.get_device_name(device))
+
+
+def matmul_flops(runtime: Runtime) -> float:
+    """Operations per second of a product of square matrices, in the precision of training."""
+    size = 8192 if runtime.device.type == "cuda" else 1024
+    a = torch.randn(size, size, dtype=runtime.dtype, device=runtime.device)
+    return 2 * size**3 / best_seconds(lambda: a @ a, runtime)
+
+
+def best_seconds(work: Callable[[], object], runtime: Runtime) -> float:
+    """The shortest time that some work takes."""
+    best = float("inf")
+    for _ in range(5):
+        runtime.synchronize()
+        started = time.perf_counter()
+        work()
+        runtime.synchronize()
+        best = min(best, time.perf_counter() - started)
+    return best
+
+
+# Far slower: training does less than this share of what a product of matrices reaches. The demo
+# does a third on two idle cores, and the overlay cpu a tenth, as its matrices are tiny.
+SLOW_SHARE = 0.03
+# A stretch so long is judged, because a short one may wait for a file or a neighbor.
+WATCHED_SECONDS = 10.0
+
+
+class SpeedWatch:
+    """Says once if a run is far slower than the figure that the doctor prints, in FLOP/s."""
+
+    def __init__(self, measure: Callable[[], float]) -> None:
+        # Not measured before a stretch is over: most runs of tests are shorter.
+        self._measure = measure
+        self._figure = 0.0
+        self._begin: tuple[float, float] | None = None
+        self._is_told = False
+
+    def see(self, seconds: float, flops: float) -> str | None:
+        """A line to print; the training clock and the operations of all steps are those so far."""
+        begin = self._begin = self._begin or (seconds, flops)
+        if seconds - begin[0] < WATCHED_SECONDS or self._is_told:
+            return None
+        self._begin = seconds, flops
+        self._figure = self._figure or self._measure()
+        speed = (flops - begin[1]) / (seconds - begin[0])
+        if speed >= SLOW_SHARE * self._figure:
+            return None
+        self._is_told = True
+        return (
+            f"far slower than this machine is: training does {speed / 1e9:,.1f} GFLOP/s, products "
+            f"of matrices reach {self._figure / 1e9:,.0f} ('underpar doctor'); is another process "
+            "busy, or memory short?"
+        )
 
 
 class Meter:
