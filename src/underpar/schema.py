@@ -109,6 +109,10 @@ class ModelSpec:
         return (self.mlp_dim,) * self.num_layers
 
 
+# Groups of parameters, each with a learning rate and a weight decay; see train/groups.py.
+GROUPS = ("matrix", "embed", "scalar")
+
+
 def parse_points(points: tuple[str, ...], where: str) -> tuple[tuple[float, float], ...]:
     """("1024@0.1", "2048@1") -> ((1024, 0.1), (2048, 1)): each value holds up to its progress."""
     parsed = []
@@ -141,7 +145,8 @@ class TrainPart:
     Schedules: Muon's momentum rises from `momentum_start` to `momentum` over the first share
     `momentum_warmup` of the run, or over `momentum_warmup_steps` steps (0: the share decides).
     `decay_curve` scales weight decay over the run: ("1@0.7", "0.5@1") is constant up to 0.7 and
-    falls to a half at the end.
+    falls to a half at the end. `matrix_decay_curve`, `embed_decay_curve` and `scalar_decay_curve`
+    replace it for one group of parameters.
 
     Validation: every `validate_every_seconds` of training (0: only at the end) the held-out text is
     priced for the log. Training does not depend on it.
@@ -182,6 +187,9 @@ class TrainPart:
     validate_every_seconds: float = 0.0
     piece_tokens: int = added(0)
     momentum_warmup_steps: int = added(0)
+    matrix_decay_curve: tuple[str, ...] = added(())
+    embed_decay_curve: tuple[str, ...] = added(())
+    scalar_decay_curve: tuple[str, ...] = added(())
 
     def __post_init__(self) -> None:
         budgets = (self.budget_seconds, self.budget_steps, self.budget_tokens, self.budget_flops)
@@ -200,7 +208,8 @@ class TrainPart:
             not self.stages or (self.context_stages[-1][1] == 1 and not self.contexts),
             "train.stages: the last must reach 1, and train.contexts must be empty",
         )
-        parse_points(self.decay_curve, "train.decay_curve")
+        for name in ("decay_curve", *(f"{group}_decay_curve" for group in GROUPS)):
+            parse_points(getattr(self, name), f"train.{name}")
         known = self.newton_schulz in ("polar", "classic")
         require(known, f"train.newton_schulz = {self.newton_schulz!r}: expected polar or classic")
         require(0 <= self.warmdown <= 1, f"train.warmdown = {self.warmdown}: expected 0 to 1")

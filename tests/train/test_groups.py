@@ -2,7 +2,8 @@
 
 from underpar.build.model import build_model
 from underpar.recipe import Recipe
-from underpar.train.groups import GROUPS, group_parameters
+from underpar.schema import GROUPS
+from underpar.train.groups import group_parameters
 
 
 def test_groups_cover_the_model_once(tiny_recipe: Recipe) -> None:

@@ -13,6 +13,7 @@ from underpar.build.model import build_model
 from underpar.levers import ema, lawa
 from underpar.model.gpt import GPT
 from underpar.recipe import Recipe, TrainPart, load_recipe
+from underpar.schema import GROUPS
 from underpar.train import schedule
 from underpar.train.groups import group_parameters
 from underpar.train.optim import Optimizer
@@ -37,7 +38,7 @@ def train(model: GPT, optimizer: Optimizer, steps: range, layer_scale: float = 1
             if name.startswith("blocks.0."):
                 assert parameter.grad is not None
                 parameter.grad *= layer_scale
-        norms.append(float(optimizer.step(1.0, 0.9, decay_scale=0.5)))
+        norms.append(float(optimizer.step(1.0, 0.9, decay_scales=dict.fromkeys(GROUPS, 0.5))))
     return norms
 
 
@@ -173,11 +174,12 @@ def test_decay_follows_rate_and_scale_in_every_group(start: GPT) -> None:
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    Optimizer(model, PART).step(lr_scale=0.5, momentum=0.9, decay_scale=0.25)
+    scales = {"matrix": 0.25, "embed": 0.5, "scalar": 0.75}
+    Optimizer(model, PART).step(lr_scale=0.5, momentum=0.9, decay_scales=scales)
     for group, members in group_parameters(model).items():
         rate, decay = getattr(PART, f"{group}_lr"), getattr(PART, f"{group}_decay")
         for name, parameter in members.items():
-            expected = before[name] * (1 - rate * 0.5 * decay * 0.25)
+            expected = before[name] * (1 - rate * 0.5 * decay * scales[group])
             torch.testing.assert_close(parameter.detach(), expected, rtol=1e-6, atol=0)
 
 

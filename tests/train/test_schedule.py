@@ -6,9 +6,10 @@ import pytest
 
 from underpar.errors import RecipeError
 from underpar.recipe import TrainPart
+from underpar.schema import GROUPS
 from underpar.train.schedule import (
     context_at,
-    decay_scale,
+    decay_scales,
     lr_scale,
     momentum,
     progress,
@@ -52,10 +53,28 @@ def test_08_rates_rise_again_in_exactly_32_steps() -> None:
 
 def test_decay_follows_its_points() -> None:
     part = TrainPart(decay_curve=("1@0.7", "0.5@1"))
-    assert [decay_scale(part, p) for p in (0, 0.5, 0.7)] == [1, 1, 1]
-    assert decay_scale(part, 0.85) == pytest.approx(0.75)
-    assert decay_scale(part, 1.0) == decay_scale(part, 1.2) == 0.5
-    assert decay_scale(PART, 0.3) == 1
+    for group in GROUPS:
+        assert [decay_scales(part, p)[group] for p in (0, 0.5, 0.7)] == [1, 1, 1]
+        assert decay_scales(part, 0.85)[group] == pytest.approx(0.75)
+        assert decay_scales(part, 1.0)[group] == decay_scales(part, 1.2)[group] == 0.5
+        assert decay_scales(PART, 0.3)[group] == 1
+
+
+def test_a_group_may_have_a_decay_of_its_own() -> None:
+    part = TrainPart(
+        matrix_decay=0.02,
+        matrix_decay_curve=("1@0.28", "4@1"),
+        embed_decay_curve=("1@0.5", "0@1"),
+        decay_curve=("2@1",),
+        warmdown=0.72,
+        lr_floor=0.0,
+    )
+    for p in (0.0, 0.28, 0.5, 0.64, 0.9, 1.0):
+        scales = decay_scales(part, p)
+        # The ramp of the earlier run in the tree of PR 1894.
+        ramp = 0.02 + 0.06 * (1 - lr_scale(part, p))
+        assert part.matrix_decay * scales["matrix"] == pytest.approx(ramp)
+        assert scales["embed"] == pytest.approx(min(1.0, 2 - 2 * p)) and scales["scalar"] == 2
 
 
 def test_a_reserve_and_operations_are_budgets_too() -> None:
@@ -72,6 +91,7 @@ def test_a_reserve_and_operations_are_budgets_too() -> None:
         ({"stages": ("1024@1",), "contexts": (8,)}, "contexts must be empty"),
         ({"stages": ("0.5@1",)}, "positive number of tokens"),
         ({"decay_curve": ("x@1",)}, "value@progress"),
+        ({"matrix_decay_curve": ("1@0.5", "2@0.4")}, "matrix_decay_curve: progress must rise"),
         ({"newton_schulz": "cubic"}, "cubic"),
         ({"reserve_seconds": 700.0}, "reserve_seconds"),
         ({"momentum_warmup_steps": -1}, "momentum_warmup_steps = -1: expected 0 or more"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-GROUPS = ("matrix", "embed", "scalar")
+from underpar.schema import GROUPS
 
 
 def group_of(name: str, parameter: nn.Parameter) -> str:

@@ -216,12 +216,12 @@ class Trainer:
         planned_scale = lr_scale = schedule.lr_scale(part, p)
         if changed_at >= 0:
             lr_scale *= schedule.rewarm(part, step - changed_at)
-        momentum, decay_scale = schedule.momentum(part, p, step), schedule.decay_scale(part, p)
+        momentum, decay_scales = schedule.momentum(part, p, step), schedule.decay_scales(part, p)
 
         # A single training step.
         self.model.set_progress(p)
         loss = self._accumulate(feed.at(step, context), step, p)
-        norm = self.optimizer.step(lr_scale, momentum, decay_scale)
+        norm = self.optimizer.step(lr_scale, momentum, decay_scales)
         for averager in self.averagers:
             averager.update(self.weights(), step + 1, planned_scale)
 

@@ -10,8 +10,11 @@ from torch import Tensor, nn
 from underpar.core.dist import ALONE
 from underpar.core.runtime import Runtime
 from underpar.recipe import TrainPart
+from underpar.schema import GROUPS
 from underpar.train.groups import group_parameters
 from underpar.train.muon import Muon
+
+NO_CHANGE = dict.fromkeys(GROUPS, 1.0)
 
 
 class Optimizer:
@@ -42,14 +45,20 @@ class Optimizer:
             fused=all(p.is_cuda for p in self.parameters),
         )
 
-    def step(self, lr_scale: float, momentum: float, decay_scale: float = 1.0) -> Tensor:
-        """One update from the summed gradients; returns their norm before clipping."""
+    def step(
+        self, lr_scale: float, momentum: float, decay_scales: Mapping[str, float] = NO_CHANGE
+    ) -> Tensor:
+        """One update from the summed gradients; returns their norm before clipping.
+
+        `decay_scales`: the factor of weight decay by group.
+        """
         norm = nn.utils.clip_grad_norm_(self.parameters, self.part.clip or float("inf"))
-        for group, (rate, decay) in zip(self.adam.param_groups, self._rates.values(), strict=True):
+        for group, name in zip(self.adam.param_groups, self._rates, strict=True):
+            rate, decay = self._rates[name]
             group["lr"] = rate * lr_scale
-            group["weight_decay"] = decay * decay_scale
+            group["weight_decay"] = decay * decay_scales[name]
         self.adam.step()
-        self.muon.step(self.part.matrix_lr * lr_scale, momentum, decay_scale)
+        self.muon.step(self.part.matrix_lr * lr_scale, momentum, decay_scales["matrix"])
         for parameter in self.parameters:
             parameter.grad = None
         return norm

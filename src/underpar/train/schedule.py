@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from underpar.recipe import TrainPart
-from underpar.schema import parse_points
+from underpar.schema import GROUPS, parse_points
 
 
 def progress(part: TrainPart, seconds: float, step: int, tokens: int, flops: float = 0.0) -> float:
@@ -39,9 +39,19 @@ def context_at(part: TrainPart, p: float) -> int | None:
     return None
 
 
-def decay_scale(part: TrainPart, p: float) -> float:
-    """The factor of weight decay: linear between the points of `decay_curve` (PR 1729)."""
-    points = parse_points(part.decay_curve, "train.decay_curve")
+def decay_scales(part: TrainPart, p: float) -> dict[str, float]:
+    """The factor of each group's weight decay: linear between the points of its curve.
+
+    PR 1729 lets all decay fall at the end. A run in the tree of PR 1894 lets that of the matrices
+    rise from 0.02 to 0.08 while the rates fall.
+    """
+    curves = {group: getattr(part, f"{group}_decay_curve") or part.decay_curve for group in GROUPS}
+    return {group: value_at(curve, p) for group, curve in curves.items()}
+
+
+def value_at(curve: tuple[str, ...], p: float) -> float:
+    """The value of a curve such as ("1@0.7", "0.5@1") at progress p; 1 without points."""
+    points = parse_points(curve, "a curve")
     if not points:
         return 1.0
     before = (points[0][0], 0.0)
