@@ -249,6 +249,9 @@ class QuantPart:
     rules: tuple[str, ...] = ("* fp16",)
     # Sets the steps of all grids; 0: choose the constant with which the file fills the cap.
     constant: float = 0.0
+    # Without grids: the steps of all gptqB:k are multiplied by the least constant, 1 or more, with
+    # which the file does not exceed the cap.
+    fit: bool = added(False)
     # Text for the calibration: "train", or "self", which the model writes.
     calibration: str = "train"
     calibration_batches: int = 16

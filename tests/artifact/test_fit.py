@@ -52,6 +52,25 @@ def test_what_is_over_the_cap_is_never_taken() -> None:
         fit_to_cap(lambda c: (c, 0), curve, CAP, 2 * CAP)
 
 
+@pytest.mark.parametrize("cap", [CAP // 2, 4 * CAP])
+def test_steps_never_get_finer_than_the_least_constant(cap: int) -> None:
+    curve = gaussian_curve(3_600_000)
+    fitted = fit_to_cap(lambda c: (c, round(curve.bits(c) / 8)), curve, cap, 0, least=0.5)
+    finest = round(curve.bits(0.5) / 8)
+    assert CAP // 2 < finest < 4 * CAP
+    assert (fitted.made == 0.5) == (finest <= cap)
+    assert fitted.best.total_bytes <= min(finest, cap)
+
+
+def test_a_wrong_guess_does_not_widen_what_fits() -> None:
+    curve = gaussian_curve(3_600_000)
+    size = round(curve.bits(1.0) / 8)
+    fitted = fit_to_cap(
+        lambda c: (c, round(curve.bits(c) / 8)), curve, size + 5_000, 400_000, least=1.0
+    )
+    assert fitted.rounds[0].constant > 1 and fitted.made == 1
+
+
 def test_a_small_model_does_not_fill_its_cap() -> None:
     curve = gaussian_curve(10_000)
     fitted = fit_to_cap(lambda c: (c, round(curve.bits(c) / 8)), curve, CAP, 0)

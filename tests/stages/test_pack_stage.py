@@ -18,7 +18,7 @@ from underpar.data.build import build_data
 from underpar.data.folder import load_data
 from underpar.errors import ArtifactError, RecipeError, RunError
 from underpar.quant.files import read_quantized
-from underpar.quant.schemes import dequantize
+from underpar.quant.schemes import dequantize, steps_of
 from underpar.recipe import Recipe, from_tree, merge, to_tree
 from underpar.schema import QuantPart
 from underpar.stages.calibrate import calibrate_run
@@ -68,6 +68,37 @@ def test_grids_fill_any_cap(folder: RunFolder, tiny_run: TinyRun, share: float) 
     assert about["cap_bytes"] == cap and about["constant"] > 0
     for name, weight in build_predictor(artifact, torch.device("cpu")).model.state_dict().items():
         assert np.array_equal(weight.numpy(), dequantize(tensors[name]))
+
+
+def test_fixed_steps_are_widened_by_the_least_factor_that_fits(
+    folder: RunFolder, tiny_run: TinyRun
+) -> None:
+    rules = (
+        "embedding.weight gptq6:8",
+        "blocks.*.weight gptq6:8+log",
+        "*.weight int6:12",
+        "* fp16",
+    )
+    fitted = replace(with_rules(tiny_run.recipe, *rules), fit=True)
+    as_given = pack_run(folder, part=replace(fitted, fit=False))
+    plain, _ = read_quantized(folder.quantized_file)
+    # What fits is left as it is.
+    assert pack_run(folder, part=fitted).tensors == as_given.tensors
+    assert read_quantized(folder.quantized_file)[1]["constant"] == 1
+    cap = as_given.total_bytes - 12_000
+    budget = pack_run(folder, cap, fitted)
+    assert 0.998 * cap <= budget.total_bytes <= cap
+    wider, about = read_quantized(folder.quantized_file)
+    factor = float(str(about["constant"]))
+    assert factor > 1.1
+    for name, tensor in wider.items():
+        expected = steps_of(plain[name]) if tensor.codes is not None else None
+        if tensor.scheme.calibrated:
+            assert steps_of(tensor) == pytest.approx(factor * expected, rel=0.05), name
+        elif expected is not None:
+            assert np.array_equal(steps_of(tensor), expected), name
+    with pytest.raises(ArtifactError, match="over the cap"):
+        pack_run(folder, cap, replace(fitted, fit=False))
 
 
 def test_fewer_bytes_cost_bits(folder: RunFolder, tiny_run: TinyRun, runtime: Runtime) -> None:

@@ -1,5 +1,7 @@
 """Fill the byte cap: find the constant that sets the steps of all grids by packing a few times.
 
+Steps that are given by a recipe are left alone if the file fits, and else widened by one factor.
+
 `quant.allocate` predicts the bytes of a constant except for an offset: side data, code, tokenizer,
 overhead of the coder. The offset hardly depends on the constant. Each round packs once, measures
 the offset and predicts the next constant. Published runs left 16 to 100 kB of their cap unused.
@@ -8,7 +10,7 @@ the offset and predicts the next constant. Published runs left 16 to 100 kB of t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -49,13 +51,15 @@ def guess_other_bytes(
     shapes: Mapping[str, tuple[int, ...]],
     code_bytes: int,
     tokenizer: bytes,
+    fitted: Collection[str] = (),
 ) -> float:
-    """A first guess of all bytes except the integers of grids."""
+    """A first guess of all bytes except the integers of the matrices that are fitted."""
     total: float = code_bytes + len(squeeze(tokenizer))
     for name, scheme in schemes.items():
         shape = shapes[name]
         total += 2 * scheme.num_halves(shape) + scheme.num_indices(shape)
-        total += expected_bits(scheme) * math.prod(shape) / 8
+        if name not in fitted:
+            total += expected_bits(scheme) * math.prod(shape) / 8
     return total
 
 
@@ -72,10 +76,12 @@ def fit_to_cap(
     cap_bytes: int,
     other_bytes: float,
     on_round: Callable[[Round], None] | None = None,
+    least: float = 0.0,
 ) -> Fitted[T]:
     """The largest result under the cap. `make` gives the result of a constant, and its bytes.
 
-    `other_bytes` is a first guess of the bytes that `curve` does not predict.
+    `other_bytes` is a first guess of the bytes that `curve` does not predict. `least` is the least
+    constant; with it, a file may stay far below the cap.
     """
     finest = MOST_BITS * int(curve.counts.sum())
     best: tuple[T, Round] | None = None
@@ -84,7 +90,7 @@ def fit_to_cap(
         rate_bits = min(8 * (cap_bytes * (1 - AIM) - other_bytes), finest)
         if rate_bits <= 0:
             break
-        constant = curve.constant_for(rate_bits)
+        constant = max(curve.constant_for(rate_bits), least)
         made, total_bytes = make(constant)
         rounds.append(Round(constant, total_bytes))
         if on_round:
@@ -92,13 +98,14 @@ def fit_to_cap(
         if total_bytes <= cap_bytes and (best is None or total_bytes > best[1].total_bytes):
             best = made, rounds[-1]
         is_close = cap_bytes - total_bytes <= max(CLOSE * cap_bytes, CLOSE_BYTES)
-        if total_bytes <= cap_bytes and (is_close or rate_bits == finest):
+        is_finest = constant == least or rate_bits == finest
+        if total_bytes <= cap_bytes and (is_close or is_finest):
             break
         other_bytes = total_bytes - curve.bits(constant) / 8
     if best is None:
-        least = f"{min(r.total_bytes for r in rounds)} at best" if rounds else "no room for weights"
+        size = f"{min(r.total_bytes for r in rounds)} at best" if rounds else "no room for weights"
         raise ArtifactError(
-            f"the model does not fit into {cap_bytes} bytes ({least}); give fewer weights, another "
+            f"the model does not fit into {cap_bytes} bytes ({size}); give fewer weights, another "
             "tokenizer or a larger cap"
         )
     return Fitted(*best, tuple(rounds))

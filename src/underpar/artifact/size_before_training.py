@@ -16,7 +16,7 @@ from underpar.artifact.unpack import Artifact
 from underpar.errors import RecipeError
 from underpar.quant.allocate import RateCurve
 from underpar.quant.logsteps import from_indices, to_index
-from underpar.quant.rounding import round_tensor
+from underpar.quant.rounding import fixed_rate_curve, round_tensor
 from underpar.quant.rules import match_rules, quantize_model
 from underpar.quant.schemes import ONE_COLUMN, QuantizedModel, QuantizedTensor, Scheme
 from underpar.recipe import Recipe
@@ -56,17 +56,22 @@ def forecast(
 
     schemes = match_rules(list(shapes), recipe.quant.rules)
     num_grids = sum(math.prod(shapes[n]) for n, scheme in schemes.items() if scheme.states)
-    if not num_grids:
+    fixed = {name: weights[name] for name, scheme in schemes.items() if scheme.calibrated}
+    if num_grids:
+        curve, least = RateCurve(np.zeros(1), np.array([num_grids])), 0.0
+    elif recipe.quant.fit and fixed:
+        curve, least = fixed_rate_curve(fixed, schemes), 1.0
+    else:
         return make(1.0)[0]
-    curve = RateCurve(np.zeros(1), np.array([num_grids]))
-    return fit_to_cap(make, curve, recipe.limits.cap_bytes, code_bytes + len(tokenizer)).made
+    other_bytes = code_bytes + len(tokenizer)
+    return fit_to_cap(make, curve, recipe.limits.cap_bytes, other_bytes, least=least).made
 
 
 def _round(weight: np.ndarray, scheme: Scheme, constant: float) -> QuantizedTensor:
     """Round a matrix without a calibration, for a scheme that needs one."""
     if not scheme.states:
         columns = np.zeros(weight.shape[1], np.int16) if scheme.columns else None
-        plain = round_tensor(weight, Scheme(scheme.bits, scheme.sigmas, log=scheme.log))
+        plain = round_tensor(weight, Scheme(scheme.bits, scheme.sigmas, log=scheme.log), constant)
         return replace(plain, scheme=scheme, columns=columns)
     rng = np.random.default_rng(0)
     # Steps of rows and columns vary about as much as those of a trained model.

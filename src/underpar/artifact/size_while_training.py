@@ -89,9 +89,16 @@ class SizeForecast:
         size = self.fixed_bytes + len(squeeze(header.encode())) + _half_bytes(halves)
         size += sum(row.get("bytes", 0) for row in table)
         size += len(write_lines(lines)) if lines else 0
-        # Grids get steps as fine as the cap allows.
+        # Grids get steps as fine as the cap allows; fitted steps are as wide as it needs.
         cap_bytes = self.recipe.limits.cap_bytes
+        if self._is_widened:
+            return min(size, cap_bytes)
         return max(size, min(cap_bytes, size + round(MOST_BITS / 8 * self._num_grid_weights)))
+
+    @property
+    def _is_widened(self) -> bool:
+        fixed = any(scheme.calibrated for scheme in self.schemes.values())
+        return self.recipe.quant.fit and fixed and not self._num_grid_weights
 
     @property
     def _num_grid_weights(self) -> int:

@@ -9,7 +9,7 @@ those of WaterSIC (arXiv:2603.04956). PR 1962 used d alone, and lost.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -168,13 +168,23 @@ def rate_curve(
     layouts: Mapping[str, Layout],
 ) -> RateCurve:
     """The rate curve of matrices (R, C), each with its layout; all by name."""
+
+    def ratios() -> Iterator[tuple[Floats, float]]:
+        for name, weight in weights.items():
+            rows, columns, num_states = layouts[name]
+            by_row, by_column = spread(sensitivity[name], 1.0, rows, columns)
+            steps = np.outer(by_row, by_column)
+            yield divide(steps, deviations(weight)), TRELLIS_BITS[num_states]
+
+    return count_ratios(ratios())
+
+
+def count_ratios(ratios: Iterable[tuple[Floats, float]]) -> RateCurve:
+    """The curve of weights by their ratios of step to deviation, and octaves that are added."""
     octaves = np.arange(-_FARTHEST * _PER_OCTAVE, _FARTHEST * _PER_OCTAVE + 1) / _PER_OCTAVE
     counts = np.zeros(len(octaves), dtype=np.int64)
-    for name, weight in weights.items():
-        rows, columns, num_states = layouts[name]
-        by_row, by_column = spread(sensitivity[name], 1.0, rows, columns)
-        ratios = _divide(np.outer(by_row, by_column), deviations(weight))
-        logs = np.log2(ratios[np.isfinite(ratios)]) + TRELLIS_BITS[num_states]
+    for values, added in ratios:
+        logs = np.log2(values[np.isfinite(values)]) + added
         logs = np.clip(logs, -_FARTHEST, _FARTHEST) + _FARTHEST
         counts += np.bincount(np.rint(_PER_OCTAVE * logs).astype(int), minlength=len(counts))
     return RateCurve(octaves[counts > 0], counts[counts > 0])
@@ -190,7 +200,7 @@ def deviations(weight: npt.NDArray[np.floating]) -> Floats:
     return np.sqrt(by_row * shares.sum(axis=0) / alive)
 
 
-def _divide(steps: npt.NDArray[np.floating], scales: Floats) -> Floats:
+def divide(steps: npt.NDArray[np.floating], scales: Floats) -> Floats:
     """Steps divided by deviations; infinite for a deviation of 0."""
     return np.divide(steps, scales, out=np.full(scales.shape, np.inf), where=scales > 0)
 

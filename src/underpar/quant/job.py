@@ -1,7 +1,8 @@
 """A quantization job: the weights of one model, and everything that decides how they are rounded.
 
-Only the constant of the grids is open (`quant.allocate`). `QuantJob.round` takes it, and is called
-again with other constants until the packed file fits its cap (`artifact.fit`).
+Only a constant is open: that of the grids (`quant.allocate`), or the factor of the other steps.
+`QuantJob.round` takes it, and is called again with other constants until the packed file fits its
+cap (`artifact.fit`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from underpar.quant import awq, lqer
 from underpar.quant.allocate import Layout, RateCurve, rate_curve, sensitivities
 from underpar.quant.files import Measured
 from underpar.quant.logsteps import to_index
+from underpar.quant.rounding import fixed_rate_curve
 from underpar.quant.rules import match_rules, quantize_model
 from underpar.quant.schemes import QuantizedModel, Scheme
 from underpar.quant.solve import Solver
@@ -45,9 +47,19 @@ class QuantJob:
         """The matrices whose steps follow the constant."""
         return {name: self.weights[name] for name, s in self.schemes.items() if s.states}
 
+    @cached_property
+    def widened(self) -> dict[str, np.ndarray]:
+        """The matrices without a grid whose steps are multiplied by the constant."""
+        if self.grids or not self.part.fit:
+            return {}
+        return {name: self.weights[name] for name, s in self.schemes.items() if s.calibrated}
+
     def round(self, constant: float) -> QuantizedModel:
-        """All tensors rounded, grids with this constant, and the low-rank corrections added."""
-        solve = replace(self.solver, constant=constant).solve if self.solver else None
+        """All tensors rounded with this constant, and the low-rank corrections added."""
+        solve = None
+        if self.solver is not None:
+            factor = constant if self.widened else 1.0
+            solve = replace(self.solver, constant=constant, factor=factor).solve
         tensors = quantize_model(self.weights, self.part.rules, solve)
         if self.solver is None:
             return tensors
@@ -61,8 +73,10 @@ class QuantJob:
         )
 
     def rate_curve(self) -> RateCurve:
-        """The predicted bits of the grids as a function of the constant."""
+        """The predicted bits of the matrices that follow the constant, as its function."""
         assert self.solver is not None
+        if not self.grids:
+            return fixed_rate_curve(self.widened, self.schemes)
         layouts = {
             name: Layout(columns=self.schemes[name].columns, num_states=self.schemes[name].states)
             for name in self.grids

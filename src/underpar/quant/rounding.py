@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 import torch
 
 from underpar.errors import ArtifactError, RecipeError
+from underpar.quant.allocate import RateCurve, count_ratios, deviations, divide
 from underpar.quant.clip_search import search_steps
 from underpar.quant.logsteps import to_index
 from underpar.quant.row_steps import clamp_steps, row_steps
 from underpar.quant.schemes import QuantizedTensor, Scheme, steps_of
 
 
-def round_tensor(weight: np.ndarray, scheme: Scheme) -> QuantizedTensor:
-    """Round each row of `weight` to the nearest multiples of its step."""
+def round_tensor(weight: np.ndarray, scheme: Scheme, factor: float = 1.0) -> QuantizedTensor:
+    """Round each row of `weight` to the nearest multiples of its step, times `factor`."""
     if not np.isfinite(weight).all():
         raise ArtifactError("a weight is NaN or infinite; the run diverged, nothing to pack")
     shape = tuple(weight.shape)
@@ -26,7 +28,7 @@ def round_tensor(weight: np.ndarray, scheme: Scheme) -> QuantizedTensor:
             raise ArtifactError("a weight is too large for fp16; give its tensor an int scheme")
         return QuantizedTensor(shape, scheme, halves)
     rows = as_rows(weight, scheme)
-    tensor = QuantizedTensor(shape, scheme, stored_steps(rows, scheme))
+    tensor = QuantizedTensor(shape, scheme, stored_steps(rows, scheme, factor))
     codes = np.clip(np.rint(rows / steps_of(tensor)), -scheme.limit, scheme.limit)
     return replace(tensor, codes=codes.astype(np.int8))
 
@@ -42,10 +44,23 @@ def as_rows(weight: np.ndarray, scheme: Scheme) -> np.ndarray:
     return weight.astype(np.float32).reshape(scheme.num_steps(weight.shape), -1)
 
 
-def stored_steps(rows: np.ndarray, scheme: Scheme) -> np.ndarray:
-    """The steps (R,) of rows (R, C) as a scheme with bits stores them: fp16, or log steps."""
+def stored_steps(rows: np.ndarray, scheme: Scheme, factor: float = 1.0) -> np.ndarray:
+    """The steps (R,) of rows (R, C) as a scheme with bits stores them: fp16, or log steps.
+
+    They are `factor` times those of the scheme.
+    """
     if scheme.form == "clip":
         steps = clamp_steps(search_steps(torch.from_numpy(rows), scheme.limit).numpy()[:, 0])
     else:
         steps = row_steps(rows, scheme.limit, scheme.sigmas, by_mean=bool(scheme.group))
+    if factor != 1:
+        steps = clamp_steps(factor * steps)
     return to_index(steps) if scheme.log else steps.astype(np.float16)
+
+
+def fixed_rate_curve(weights: Mapping[str, np.ndarray], schemes: Mapping[str, Scheme]) -> RateCurve:
+    """The predicted bits of matrices whose steps do not depend on sensitivity, by their factor."""
+    steps = {n: stored_steps(as_rows(w, schemes[n]), schemes[n]) for n, w in weights.items()}
+    tensors = {n: QuantizedTensor(w.shape, schemes[n], steps[n]) for n, w in weights.items()}
+    ratios = (divide(steps_of(t), deviations(weights[n])) for n, t in tensors.items())
+    return count_ratios((each, 0.0) for each in ratios)

@@ -48,13 +48,17 @@ class Task:
 
 @dataclass(frozen=True, eq=False)
 class Solver:
-    """Rounds matrices by their calibration; `constant` sets the steps of all grids."""
+    """Rounds matrices by their calibration.
+
+    `constant` sets the steps of all grids. Those of other schemes are multiplied by `factor`.
+    """
 
     calibration: Calibration
     sensitivity: Mapping[str, Sensitivity]
     constant: float
     device: torch.device
     damping: float = DAMPING
+    factor: float = 1.0
     protected: Mapping[str, np.ndarray] = field(default_factory=dict)
     """Columns (C,) bool with finer steps, for the schemes with +awq."""
     weigh_bits: bool = True
@@ -118,7 +122,7 @@ class Solver:
             columns = None
             if scheme.columns:
                 columns = np.where(self._protected(name, weight), FINER, 0).astype(np.int16)
-            by_row = stored_steps(as_rows(weight, scheme), scheme)
+            by_row = stored_steps(as_rows(weight, scheme), scheme, self.factor)
             tensor = QuantizedTensor(weight.shape, scheme, by_row, columns=columns)
         return Task(name, weight, tensor)
 

@@ -258,7 +258,7 @@ def fit_constant(
 ) -> tuple[QuantizedModel, dict[str, Any]]:
     """The rounded model that fills the cap, with its constant, its bytes and all rounds.
 
-    A constant in the recipe is taken as it is; so is a model without grids.
+    A constant in the recipe is taken as it is; so is a model in which no steps are fitted.
     """
 
     def round_and_pack(constant: float) -> tuple[QuantizedModel, int]:
@@ -266,13 +266,16 @@ def fit_constant(
         return tensors, job.total_bytes(tensors)
 
     constant = job.recipe.quant.constant
-    if constant or not job.quant.grids:
+    fitted_names = job.quant.grids or job.quant.widened
+    if constant or not fitted_names:
         tensors, total_bytes = round_and_pack(constant)
         return tensors, {"constant": constant, "total_bytes": total_bytes}
     shapes = {name: weight.shape for name, weight in job.quant.weights.items()}
-    other_bytes = guess_other_bytes(job.quant.schemes, shapes, job.code_bytes, job.tokenizer)
-    curve = job.quant.rate_curve()
-    fitted = fit_to_cap(round_and_pack, curve, job.room_bytes, other_bytes, on_round)
+    other_bytes = guess_other_bytes(
+        job.quant.schemes, shapes, job.code_bytes, job.tokenizer, fitted_names
+    )
+    curve, least = job.quant.rate_curve(), 1.0 if job.quant.widened else 0.0
+    fitted = fit_to_cap(round_and_pack, curve, job.room_bytes, other_bytes, on_round, least)
     return fitted.made, {**asdict(fitted.best), "rounds": [asdict(r) for r in fitted.rounds]}
 
 
