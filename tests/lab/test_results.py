@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from tiny import TinyRun
 from underpar.audit.case import DEFAULT_LIMITS, hash_files
 from underpar.audit.rules import RULES
 from underpar.cli import app
@@ -135,6 +136,19 @@ def test_every_figure_is_that_of_a_file(three: list[str], tmp_path: Path) -> Non
     )
     assert (first["adapting s"], first[BYTES], first["audit"]) == ("31.5", "6,042", "pass")
     assert "3 runs on H200" in below and "Not in the folder" not in below
+
+
+def test_a_real_run_has_every_figure(tiny_run: TinyRun, tmp_path: Path) -> None:
+    folder = tiny_run.folder
+    (row,), below = page_of(tmp_path / "out.md", f"tiny={folder.path}")
+    end, budget = (json.loads(f.read_text()) for f in (folder.validation_file, folder.budget_file))
+    scores = {m: json.loads(folder.score_file(m).read_text()) for m in ("plain", "adapt")}
+    assert row["steps"] == f"{end['step']:,}" and row[BEFORE] == f"{end['average_bpb']:.5f}"
+    assert row[QUANTIZED] == f"{scores['plain']['bpb']:.5f}"
+    assert row[ADAPTED] == f"{scores['adapt']['bpb']:.5f}"
+    assert row["adapting s"] == f"{sum(scores['adapt']['seconds'].values()):,.1f}"
+    assert row[BYTES] == f"{budget['total_bytes']:,}"
+    assert row["audit"] == "-" and "seed 1337: audit.json" in below
 
 
 def test_mean_and_both_deviations_are_over_seeds(three: list[str], tmp_path: Path) -> None:

@@ -307,3 +307,17 @@ def test_mistakes_are_named_before_anything_is_trained(
             start_words=machine,
         )
     assert machine.words == []
+
+
+@pytest.mark.slow
+def test_real_runs_are_trained_packed_and_scored(
+    file: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    steps = ("train.budget_seconds=0", "train.reserve_seconds=0", "train.budget_steps=3")
+    request = Request(file, (), steps)
+    result, failed = run_variants(request, tiny_data, tmp_path / "out", "cpu", num_at_once=2)
+    assert not failed
+    assert all(len(v) == 1 for claim in result["claims"].values() for v in claim.values())
+    (run,) = [path for path in (tmp_path / "out").iterdir() if (path / "model.upar").exists()]
+    off = json.loads((run / "score-plain.json").read_text())["bpb"]
+    assert result["claims"]["bias"]["off"] == [off]
