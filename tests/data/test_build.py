@@ -17,6 +17,7 @@ from underpar.data.folder import load_data
 from underpar.data.hold_out import (
     BY_FILE,
     BY_HASH,
+    BY_PLACE,
     by_hash,
     labelled_documents,
     stated_hold_out,
@@ -356,6 +357,59 @@ def test_labels_are_those_of_the_build(docs: Path, folder: Path) -> None:
     for split, shard in (("train", data.train), ("val", data.val)):
         digests = [digest for name, digest, _ in labelled if name == split]
         assert digests == [row.tobytes() for row in shard.doc_hashes]
+
+
+@pytest.mark.parametrize("num_first", [1, 5, 6, 7, 20])
+def test_the_first_documents_are_held_out(
+    tmp_path: Path, num_first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Batches of a document or two, so that ends of batches and of the first file are met.
+    monkeypatch.setattr(corpus, "BATCH_BYTES", 300)
+    texts = list(prose(40))
+    # A copy of the first document in each file, and lines that are no documents.
+    files = [
+        write_jsonl(tmp_path / "a.jsonl", [*texts[:6], texts[0]]),
+        write_jsonl(tmp_path / "b.jsonl", [*texts[6:], texts[0]]),
+    ]
+    files[0].write_text("\n\n" + files[0].read_text())
+    options = replace(BYTES, val_docs=num_first)
+    manifest = build_data(files, tmp_path / "out", options)
+    data = load_data(tmp_path / "out")
+    read = [*texts[:6], texts[0], *texts[6:], texts[0]]
+    wanted = {"val": read[:num_first], "train": [t for t in read if t not in read[:num_first]]}
+    for split, shard in (("val", data.val), ("train", data.train)):
+        assert decoded(data, shard) == [text.encode() for text in wanted[split]]
+    rule = {"rule": BY_PLACE, "fraction": None, "first_documents": num_first}
+    assert manifest["split"] == rule
+    # An audit finds the same split from the manifest and the files.
+    hold_out = stated_hold_out(manifest)
+    labelled = list(labelled_documents(manifest["inputs"], hold_out, Reading()))
+    for split, documents in wanted.items():
+        assert [document.text for name, _, document in labelled if name == split] == documents
+    build_data(files, tmp_path / "two", replace(options, workers=2))
+    assert contents(tmp_path / "two") == contents(tmp_path / "out")
+
+
+def test_pieces_of_the_first_documents_are_held_out(tmp_path: Path) -> None:
+    texts = list(prose(6))
+    file = write_jsonl(tmp_path / "docs.jsonl", texts)
+    options = replace(BYTES, val_docs=2, reading=Reading(split_documents=80))
+    build_data([file], tmp_path / "out", options)
+    data = load_data(tmp_path / "out")
+    assert data.val.num_documents > 2
+    assert b"".join(decoded(data, data.val)) == "".join(texts[:2]).encode()
+
+
+def test_a_number_of_first_documents_that_cannot_be_is_refused(docs: Path, tmp_path: Path) -> None:
+    num = len(list(read_documents([docs])))
+    message = refusal([docs], tmp_path / "out", replace(BYTES, val_docs=num + 1))
+    assert f"the first {num + 1} documents cannot be held out of {num}" in message
+    message = refusal([docs], tmp_path / "out", replace(BYTES, val_docs=num))
+    assert f"falls into train with val_docs {num}: change val_docs" in message
+    with pytest.raises(DataError, match="val_docs is -1"):
+        replace(BYTES, val_docs=-1)
+    with pytest.raises(DataError, match="val_docs and files"):
+        replace(BYTES, val_docs=1, holdout=[docs])
 
 
 def test_repair_changes_nothing_where_nothing_is_wrong(

@@ -107,10 +107,22 @@ def test_build_counts_and_names_what_it_skips(tmp_path: Path, fails: Fails) -> N
     assert "first is [1], expected a list of strings" in fails("data", "inspect", out)
 
 
+def test_build_holds_out_the_first_documents(tmp_path: Path, fails: Fails) -> None:
+    texts = list(prose(9))
+    docs = write_jsonl(tmp_path / "docs.jsonl", texts)
+    words = ("data", "build", docs, "--out", tmp_path / "out", *BYTES)
+    assert "give one" in fails(*words, "--val-docs", 2, "--holdout", 0.2)
+    assert "the first 10 documents cannot be held out of 9" in fails(*words, "--val-docs", 10)
+    run(*words, "--val-docs", 2)
+    manifest = run_json("data", "inspect", tmp_path / "out")
+    assert manifest["val"]["documents"] == 2
+    assert manifest["val"]["bytes"] == sum(len(text.encode()) for text in texts[:2])
+
+
 def test_build_holds_out_the_end_of_a_novel(tmp_path: Path, fails: Fails) -> None:
     novel = write_file(tmp_path / "novel.txt", "\n\n".join(prose(20)).encode())
     words = ("data", "build", novel, "--out", tmp_path / "out", *BYTES)
-    assert "--val names the held-out files" in fails(*words, "--val", novel, "--holdout", 0.2)
+    assert "--val, --holdout and --val-docs" in fails(*words, "--val", novel, "--holdout", 0.2)
     assert "holdout is 2.0, expected a fraction" in fails(*words, "--holdout", 2)
     output = run(*words, "--holdout", 0.2)
     assert "of each, the last 20% is held out, in pieces of up to 1,000 characters" in output

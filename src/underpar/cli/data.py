@@ -54,6 +54,10 @@ def data_build(
         float | None,
         typer.Option(help="Share of the documents to hold out, instead of the recipe's."),
     ] = None,
+    val_docs: Annotated[
+        int,
+        typer.Option(help="Hold out the first so many documents, as the published rebuild does."),
+    ] = 0,
     split_documents: Annotated[
         int,
         typer.Option(
@@ -93,8 +97,8 @@ def data_build(
     from underpar.data.sources.corpus import Reading
     from underpar.stages.data import build_data_folder, build_options
 
-    if val and holdout is not None:
-        raise DataError("--val names the held-out files, so --holdout has no meaning; give one")
+    if (bool(val) + (holdout is not None) + bool(val_docs)) > 1:
+        raise DataError("--val, --holdout and --val-docs each say what is held out; give one")
     options = build_options(load_checked(recipe, set_ or ()), tokenizer)
     options = replace(
         options,
@@ -103,6 +107,7 @@ def data_build(
         licence=licence,
         workers=workers or num_cores(),
         drop_near=drop_near,
+        val_docs=val_docs,
     )
     manifest = build_data_folder(inputs, out, options, open_progress(json), overwrite)
     _show_manifest(out, manifest, json)

@@ -10,14 +10,20 @@ from underpar import __version__
 from underpar.data.duplicates import NearSettings, exact_duplicates, find_duplicates
 from underpar.data.folder import hash_file, load_data
 from underpar.data.folder_writer import FolderWriter, new_data_folder
-from underpar.data.hold_out import HoldOut, Source, choose_hold_out, labelled_documents
+from underpar.data.hold_out import (
+    HoldOut,
+    Source,
+    choose_hold_out,
+    hold_out_first,
+    labelled_documents,
+    read_batches,
+)
 from underpar.data.prepare import Job, Plan, prepare_all
 from underpar.data.sources.corpus import (
     Inputs,
     Reading,
     Tally,
     list_inputs,
-    read_raw,
 )
 from underpar.data.tokens import byte260
 from underpar.data.tokens.sample import SAMPLE_BYTES, sample_by_hash
@@ -50,8 +56,14 @@ class BuildOptions:
     workers: int = 1
     # Leave out training documents that are this similar to a held-out one; None: keep all.
     drop_near: float | None = None
+    # Hold out the first so many documents of the input, instead of a share; 0: do not.
+    val_docs: int = 0
 
     def __post_init__(self) -> None:
+        if self.val_docs < 0:
+            raise DataError(f"val_docs is {self.val_docs}, expected a number of documents, or 0")
+        if self.val_docs and not isinstance(self.holdout, float):
+            raise DataError("val_docs and files each say what is held out; give one")
         if isinstance(self.holdout, int | float) and not 0 < self.holdout < 1:
             raise DataError(f"holdout is {self.holdout}, expected a fraction between 0 and 1")
         if self.kind not in ("bpe", "bytes"):
@@ -61,8 +73,8 @@ class BuildOptions:
 
     @property
     def fraction(self) -> float | None:
-        """Share held out by hash; None if the files decide."""
-        return self.holdout if isinstance(self.holdout, float) else None
+        """Share held out by hash; None if files or places decide."""
+        return self.holdout if isinstance(self.holdout, float) and not self.val_docs else None
 
 
 def build_data(
@@ -117,7 +129,11 @@ def _build(
 ) -> dict[str, Any]:
     groups = _list_groups(inputs, options)
     sources = _describe_inputs(groups, options)
-    hold_out, reading = choose_hold_out(sources, options.fraction, options.reading)
+    if options.val_docs:
+        reading = options.reading
+        hold_out, sources = hold_out_first(sources, options.val_docs, reading)
+    else:
+        hold_out, reading = choose_hold_out(sources, options.fraction, options.reading)
     hold_out = replace(hold_out, dropped=dropped)
     content = _tokenizer_content(sources, hold_out, replace(options, reading=reading), report)
     tokenizer = open_tokenizer(content, options.transform)
@@ -223,13 +239,13 @@ def _check_vocab_size(tokenizer: Tokenizer, options: BuildOptions) -> None:
 
 def _jobs(sources: list[Source], text_field: str) -> Iterator[Job]:
     for source in sources:
-        for batch in read_raw(Path(source["path"]), text_field):
-            yield batch, source["split"]
+        yield from read_batches(source, text_field)
 
 
 def _refuse_empty_split(writer: FolderWriter, tally: Tally, options: BuildOptions) -> None:
     for split in writer.empty_splits:
+        name = "val_docs" if options.val_docs else "holdout"
         raise DataError(
             f"none of {tally.documents} documents falls into {split} "
-            f"with holdout {options.fraction}: change holdout or add text"
+            f"with {name} {options.val_docs or options.fraction}: change {name} or add text"
         )

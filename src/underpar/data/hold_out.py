@@ -1,4 +1,4 @@
-"""Which documents are held out: by their hash, by the files that hold them, or the ends of texts.
+"""Which documents are held out: by their hash or file, the first ones, or the ends of texts.
 
 Few documents, such as one novel, cannot be divided by hash. Each is then cut into pieces, which are
 documents of their own, and the last pieces of each are held out. Training documents that nearly
@@ -7,20 +7,27 @@ equal held-out ones may be dropped; they are in no split.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from underpar.data.sources.corpus import (
     Document,
+    RawBatch,
     Reading,
+    Tally,
     cut_text,
     document_hash,
     is_held_out,
+    parse,
     read_documents,
+    read_raw,
 )
+from underpar.errors import DataError
 
 BY_HASH = "val if the first 8 bytes of sha256(text), big-endian, are < fraction * 2^64"
 BY_FILE = "val if in an input marked val: the corpus's published split"
+BY_PLACE = "val if among the first documents of the input; later copies of them are in no split"
 BY_END = "val if equal to one of the last pieces of a document: end_fraction of its pieces"
 
 # Of fewer documents, a share by hash would be one or two, or none.
@@ -43,23 +50,31 @@ class HoldOut:
     # Hashes: those that the rule chose, and those of training documents that are left out.
     chosen: frozenset[bytes] = frozenset()
     dropped: frozenset[bytes] = frozenset()
+    # How many of the first documents are held out, if the rule is BY_PLACE.
+    num_first: int = 0
 
     def split_of(self, digest: bytes, file_split: str) -> str | None:
-        """The split of a document, given that of its file; None if it is dropped.
+        """The split of a document, given that of its place or file; None if it is dropped.
 
         Copies of a text are in one split.
         """
+        is_chosen = digest in self.chosen
         if self.rule == BY_HASH:
             assert self.fraction is not None
-            split = "val" if is_held_out(digest, self.fraction) else file_split
-        else:
-            split = "val" if digest in self.chosen else file_split
+            is_chosen = is_held_out(digest, self.fraction)
+        if self.rule == BY_PLACE:
+            # The place decides; a document that equals one of the first is a copy.
+            is_dropped = is_chosen or digest in self.dropped
+            return None if file_split == "train" and is_dropped else file_split
+        split = "val" if is_chosen else file_split
         return None if split == "train" and digest in self.dropped else split
 
     def describe(self) -> dict[str, Any]:
         """What the manifest says of the split."""
         if self.rule == BY_END:
             return {"rule": self.rule, "fraction": None, "end_fraction": self.fraction}
+        if self.rule == BY_PLACE:
+            return {"rule": self.rule, "fraction": None, "first_documents": self.num_first}
         return {"rule": self.rule, "fraction": self.fraction}
 
 
@@ -76,6 +91,9 @@ def stated_hold_out(manifest: dict[str, Any]) -> HoldOut:
     elif stated.get("rule") == BY_END:
         reading = Reading(**manifest["reading"])
         hold_out = _hold_out_ends(manifest["inputs"], stated["end_fraction"], reading)
+    elif stated.get("rule") == BY_PLACE:
+        reading = Reading(**manifest["reading"])
+        hold_out = _hold_out_marked(manifest["inputs"], stated["first_documents"], reading)
     dropped = manifest["dropped"]["sha256"] if "dropped" in manifest else []
     return replace(hold_out, dropped=frozenset(map(bytes.fromhex, dropped)))
 
@@ -112,13 +130,71 @@ def _hold_out_ends(sources: Sequence[Source], fraction: float, reading: Reading)
     return HoldOut(BY_END, fraction, frozenset(chosen))
 
 
+def hold_out_first(
+    sources: Sequence[Source], num_documents: int, reading: Reading
+) -> tuple[HoldOut, list[Source]]:
+    """The first so many documents of the input held out, and the sources, which say where they end.
+
+    The published rebuild of FineWeb holds out the first 50,000.
+    """
+    marked, missing = [], num_documents
+    for source in sources:
+        if missing:
+            found = list(islice(_documents_by_record(source, reading), missing))
+            missing -= len(found)
+            # The number of the last held-out record; a file that is too short is held out whole.
+            mark = {"split": "val"} if missing else {"val_records": found[-1]}
+            source = source | mark
+        marked.append(source)
+    if missing:
+        raise DataError(
+            f"the first {num_documents} documents cannot be held out of "
+            f"{num_documents - missing}: hold out fewer or add text"
+        )
+    return _hold_out_marked(marked, num_documents, reading), marked
+
+
+def _documents_by_record(source: Source, reading: Reading) -> Iterator[int]:
+    """The number of each record that has a text, from 1."""
+    for batch in read_raw(Path(source["path"]), reading.field):
+        for number, record in enumerate(batch.records, start=batch.first):
+            if parse(replace(batch, first=number, records=[record]), reading, Tally()):
+                yield number
+
+
+def _hold_out_marked(sources: Sequence[Source], num_documents: int, reading: Reading) -> HoldOut:
+    chosen = frozenset(
+        document_hash(document.text)
+        for source in sources
+        if source["split"] == "val" or "val_records" in source
+        for batch, split in read_batches(source, reading.field)
+        if split == "val"
+        for document in parse(batch, reading, Tally())
+    )
+    return HoldOut(BY_PLACE, chosen=chosen, num_first=num_documents)
+
+
+def read_batches(source: Source, field: str) -> Iterator[tuple[RawBatch, str]]:
+    """The raw batches of an input file, each with the split of its place."""
+    num_val = source.get("val_records", 0)
+    for batch in read_raw(Path(source["path"]), field):
+        cut = max(0, num_val + 1 - batch.first)
+        for split, first, records in (
+            ("val", batch.first, batch.records[:cut]),
+            (source["split"], batch.first + cut, batch.records[cut:]),
+        ):
+            if records:
+                yield replace(batch, first=first, records=records), split
+
+
 def labelled_documents(
     sources: Sequence[Source], hold_out: HoldOut, reading: Reading
 ) -> Iterator[Labelled]:
     """(split, hash, document) of every document of `sources` that is not dropped."""
     for source in sources:
-        for document in read_documents([Path(source["path"])], reading):
-            digest = document_hash(document.text)
-            split = hold_out.split_of(digest, source["split"])
-            if split is not None:
-                yield split, digest, document
+        for batch, place_split in read_batches(source, reading.field):
+            for document in parse(batch, reading, Tally()):
+                digest = document_hash(document.text)
+                split = hold_out.split_of(digest, place_split)
+                if split is not None:
+                    yield split, digest, document
