@@ -1,18 +1,21 @@
 """What `train` refuses before its first step: models that cannot be packed, batches too large."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from tiny import TinyRun
 from underpar.build.levers import resolve_levers
 from underpar.build.model import weight_shapes
+from underpar.cli import app
 from underpar.core.run_folder import RunFolder
 from underpar.core.runtime import Runtime, free_memory_bytes
 from underpar.errors import RecipeError
 from underpar.recipe import Recipe, list_recipes, load_recipe
-from underpar.stages.train import require_memory, require_packable, train
+from underpar.stages.train import require_memory, require_packable, require_scored_lengths, train
 
 
 @pytest.mark.parametrize("name", list_recipes())
@@ -22,6 +25,25 @@ def test_every_shipped_recipe_may_be_trained(name: str) -> None:
     require_packable(recipe, weight_shapes(recipe), bytes(1 << 18))
     # The records were trained with 80 GB per GPU.
     require_memory(recipe, weight_shapes(recipe), 80e9)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("train.stages=['64@0.5', '256@1']", "train.stages reaches 256 tokens, .* reads 128"),
+        ("train.contexts=[64, 256]", "train.contexts reaches 256 .* set model.context = 256"),
+        ("train.context=129", "train.context reaches 129"),
+    ],
+)
+def test_lengths_that_no_score_would_use_are_refused(
+    tiny_run: TinyRun, tmp_path: Path, change: str, words: str
+) -> None:
+    run = ["train", "baseline+cpu", "--data", str(tiny_run.data), "--set", change]
+    result = CliRunner().invoke(app, [*run, "--out", str(tmp_path / "run"), "--device", "cpu"])
+    assert isinstance(result.exception, RecipeError) and re.search(words, str(result.exception))
+    assert "\n" not in str(result.exception) and not (tmp_path / "run").exists()
+    # A score of the recipe may be longer than a plain one.
+    require_scored_lengths(load_recipe("baseline+cpu", [change, "score.context=256"]))
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,7 @@ def train(
     _check_tokenizer(recipe, data.tokenizer, data_path)
 
     def refuse() -> None:
+        require_scored_lengths(recipe)
         shapes = weight_shapes(recipe)
         require_packable(recipe, shapes, data.tokenizer.content)
         # On other devices smaller micro-batches are tried.
@@ -246,6 +247,21 @@ def begin_run(
             "versions": versions(),
         },
     )
+
+
+def require_scored_lengths(recipe: Recipe) -> None:
+    """Refuse to train at lengths that no score would use.
+
+    Longer steps cost time, and what they learn about far tokens would never be asked for.
+    """
+    part, scored = recipe.train, max(recipe.model.context, recipe.score.context)
+    longest = part.longest_context
+    key = "contexts" if part.contexts else "stages" if part.stages else "context"
+    if longest > scored:
+        raise RecipeError(
+            f"train.{key} reaches {longest} tokens, scoring reads {scored} (model.context); set "
+            f"model.context = {longest} or train at shorter lengths"
+        )
 
 
 def require_packable(
