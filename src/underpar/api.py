@@ -29,7 +29,7 @@ from underpar.build.scoring import ScoringRequest, open_method, run_method
 from underpar.codec.stream import Codec
 from underpar.compile.startup import warm_compiler
 from underpar.core.progress import LINES, SILENT, Progress
-from underpar.core.run_folder import RunFolder
+from underpar.core.run_folder import RunFolder, artifact_at
 from underpar.core.runtime import Runtime, open_runtime
 from underpar.data.folder import DataFolder, load_data
 from underpar.data.shards import Shard
@@ -161,7 +161,7 @@ def score(
     method, changes = score_stage.choose_method(adapt, levers, stride, flat, order, seconds)
     changes += _overrides(set)
     runtime = open_runtime(device)
-    path, shown = artifact_path(artifact), progress if runtime.is_main else SILENT
+    path, shown = artifact_at(Path(artifact)), progress if runtime.is_main else SILENT
     return score_stage.score_artifact(path, Path(data), runtime, method, changes, shown)
 
 
@@ -197,12 +197,7 @@ def report(*runs: PathLike, out: PathLike | None = None) -> Path:
 
 def load(artifact: PathLike, device: str = "cpu") -> Model:
     """Open an artifact, or the one in a run folder: `m = underpar.load("model.upar")`."""
-    return Model.open(artifact_path(artifact), device)
-
-
-def artifact_path(path: PathLike) -> Path:
-    """The file of an artifact that a user names by itself or by its run folder."""
-    return RunFolder(Path(path)).artifact_file if Path(path).is_dir() else Path(path)
+    return Model.open(artifact_at(Path(artifact)), device)
 
 
 def _overrides(changes: Changes) -> list[str]:

@@ -253,3 +253,27 @@ def test_compressing_with_a_missing_input_writes_nothing(
     out = tmp_path / "out.upz"
     assert "nowhere" in fails("compress", tiny_run.folder.artifact_file, tmp_path / "nowhere", out)
     assert not out.exists()
+
+
+def test_a_run_stands_for_its_artifact_and_the_artifact_for_its_run(
+    tiny_run: TinyRun, tmp_path: Path
+) -> None:
+    run_folder, artifact = tiny_run.folder.path, tiny_run.folder.artifact_file
+    for words in (
+        ("generate", "The", "--max-tokens", "3"),
+        ("unpack", "--out", tmp_path / "weights.safetensors"),
+        # Without --data: that of the run.
+        ("score", "--device", "cpu"),
+        ("report", "--out", tmp_path / "page.html"),
+    ):
+        told = [run(words[0], place, *words[1:], "--json") for place in (run_folder, artifact)]
+        figures = [{k: v for k, v in json.loads(t).items() if k != "seconds"} for t in told]
+        assert figures[0] == figures[1], words
+
+
+def test_an_artifact_alone_does_not_know_its_data(
+    tiny_run: TinyRun, tmp_path: Path, fails: Fails
+) -> None:
+    alone = tmp_path / "alone.upar"
+    alone.write_bytes(tiny_run.folder.artifact_file.read_bytes())
+    assert "give --data FOLDER" in fails("score", alone, "--device", "cpu")

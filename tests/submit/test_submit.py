@@ -212,10 +212,13 @@ def not_even_a_table(run: RunFolder) -> None:
 
 
 REFUSED: list[tuple[Callable[[RunFolder], None], str]] = [
-    (unfinished, "weights.safetensors does not exist; run 'underpar train' first"),
-    (unpacked, "model.upar does not exist; run 'underpar pack' first"),
+    (
+        unfinished,
+        "weights.safetensors does not exist; run 'underpar train .*' first",
+    ),
+    (unpacked, "model.upar does not exist; run 'underpar pack .*' first"),
     (unscored, "score-adapt.json does not exist; run 'underpar score .* --adapt' first"),
-    (unaudited, "audit.json does not exist; run 'underpar audit' first"),
+    (unaudited, "audit.json does not exist; run 'underpar audit .*' first"),
     (failed, r"fails its audit \(size, "),
     (
         changed_after_the_audit,

@@ -13,10 +13,11 @@ from underpar.cli.options import (
     ArtifactPath,
     Attention,
     Compiled,
-    DataPath,
     Device,
     Json,
     app,
+    as_run,
+    as_runs,
     audit_exit_code,
     choose_attention,
     takes_words,
@@ -30,7 +31,9 @@ if TYPE_CHECKING:
 @app.command()
 def score(
     artifact: ArtifactPath,
-    data: DataPath,
+    data: Annotated[
+        Path | None, typer.Option("--data", help="Default: the folder it was trained on.")
+    ] = None,
     adapt: Annotated[
         bool, typer.Option(help="Score as the recipe says: its scoring levers, windows and order.")
     ] = False,
@@ -73,7 +76,8 @@ def score(
     """Bits per byte of an artifact on held-out text; the ledger lies beside the artifact.
 
     \b
-    underpar score runs/mine/model.upar --data data
+    underpar score runs/mine
+    underpar score runs/mine --adapt
     underpar score runs/mine/model.upar --data data --stride 512
     underpar score runs/mine/model.upar --data data --with lora_ttt --with tilt
     underpar score runs/mine/model.upar --data data --with lora_ttt --order published
@@ -82,14 +86,17 @@ def score(
     stage infer; their settings are the recipe's, or else the lever's defaults. A score that was
     stopped or killed continues with the same command, to the same bits.
     """
+    from underpar.core.run_folder import run_at
     from underpar.core.runtime import open_runtime
     from underpar.score.partial import Stopped
     from underpar.stages.score import choose_method, score_artifact
+    from underpar.stages.train import data_of
 
     method, changes = choose_method(adapt, with_ or (), stride, flat, order, seconds)
     changes += set_ or ()
     runtime = open_runtime(device, compiled)
     choose_attention(attention, runtime)
+    data = data or data_of(run_at(artifact))
     progress = open_progress(json, runtime)
     try:
         scored = score_artifact(artifact, data, runtime, method, changes, progress, fresh)
@@ -105,7 +112,10 @@ def score(
 @app.command(cls=takes_words("--against"))
 def audit(
     run: Annotated[
-        Path, typer.Argument(help="A folder made by 'underpar train', or a foreign submission.")
+        Path,
+        typer.Argument(
+            callback=as_run, help="A folder made by 'underpar train', or a foreign submission."
+        ),
     ],
     data: Annotated[Path | None, typer.Option(help="Default: the data it was trained on.")] = None,
     expect_data: Annotated[
@@ -290,7 +300,8 @@ def compare(
 @app.command()
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(help="Run folders; several are compared on one page.")
+        list[Path],
+        typer.Argument(callback=as_runs, help="Run folders; several are compared on one page."),
     ],
     out: Annotated[Path | None, typer.Option(help="Default: report.html in the first run.")] = None,
     json: Json = False,

@@ -20,6 +20,7 @@ from underpar.cli.options import (
     RunPath,
     Set,
     app,
+    as_run,
     audit_exit_code,
     choose_attention,
 )
@@ -170,11 +171,15 @@ def train(
     out: Annotated[Path | None, typer.Option(help="Run folder; default runs/NAME-HASH.")] = None,
     set_: Set = None,
     resume: Annotated[
-        Path | None, typer.Option(help="Continue this run with its own recipe and data.")
+        Path | None,
+        typer.Option(callback=as_run, help="Continue this run with its own recipe and data."),
     ] = None,
     stop_behind: Annotated[
         Path | None,
-        typer.Option(help="From 30 % of the budget on, stop if the loss is worse than this run's."),
+        typer.Option(
+            callback=as_run,
+            help="From 30 % of the budget on, stop if the loss is worse than this run's.",
+        ),
     ] = None,
     margin: Annotated[
         float, typer.Option(help="How much worse, in nats per token, stops it.")
@@ -295,7 +300,7 @@ def pack(
     budget = stage.pack(
         folder, open_runtime(device).for_float64, cap, part, progress, inside, script_bytes
     )
-    told = results.budget(budget.as_dict(), str(folder.artifact_file), f"score {run} --data DATA")
+    told = results.budget(budget.as_dict(), str(folder.artifact_file), f"score {run}")
     results.show(json, budget.as_dict(), told)
 
 

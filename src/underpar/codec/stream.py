@@ -76,7 +76,7 @@ class Header:
 def read_header(data: bytes) -> tuple[Header, bytes]:
     """Header and payload; other or damaged files are refused."""
     if len(data) < FIXED.size + 4 or data[:4] != MAGIC:
-        raise CodecError("not an underpar compressed file (wrong magic)")
+        raise CodecError("not a file of 'underpar compress' (wrong magic)")
     _, method, artifact, lanes, documents, num_bytes, checksum, length = FIXED.unpack_from(data)
     end = FIXED.size + length
     if len(data) < end + 4 or struct.unpack_from("<I", data, end)[0] != zlib.crc32(data[:end]):

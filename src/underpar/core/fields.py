@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from underpar.core.makers import again
 from underpar.errors import DAMAGE, RunError
 
 # Floats are exact for integers up to here; a larger count means a damaged file.
@@ -26,7 +27,8 @@ class Fields:
 
     file: Path
     values: dict[str, Any]
-    remedy: str = "run its stage again"
+    # Empty: what helps a file of its name.
+    remedy: str = ""
 
     def number(self, key: str) -> float:
         """A number; NaN and infinity are allowed."""
@@ -85,7 +87,8 @@ class Fields:
 
     def _wrong(self, key: str, expected: str) -> RunError:
         text = f"{self.values[key]!r:.60}" if key in self.values else "missing"
-        return RunError(f"{self.file}: {key:.60} is {text}, expected {expected}; {self.remedy}")
+        wrong = f"{self.file}: {key:.60} is {text}, expected {expected}"
+        return RunError(f"{wrong}; {self.remedy or again(self.file)}")
 
 
 @contextmanager
@@ -106,11 +109,11 @@ def read_fields(path: Path) -> Fields:
     try:
         # A pipe or a device could be read for ever.
         if not path.is_file():
-            raise RunError(f"{path} is not a file; run its stage again")
+            raise RunError(f"{path} is not a file; {again(path)}")
         with path.open("rb") as file:
             values = _parse(path, file.read(MOST_FILE_BYTES + 1), MOST_FILE_BYTES)
     except OSError as error:
-        raise RunError(f"{path} cannot be read ({error}); run its stage again") from error
+        raise RunError(f"{path} cannot be read ({error}); {again(path)}") from error
     return Fields(path, values)
 
 
@@ -118,23 +121,24 @@ def read_lines(path: Path) -> Iterator[Fields]:
     """The JSON objects in the lines of a file, without a last line that a kill cut short."""
     try:
         if not path.is_file():
-            raise RunError(f"{path} is not a file; train again")
+            raise RunError(f"{path} is not a file; {again(path)}")
         with path.open("rb") as file:
             while (line := file.readline(MOST_LINE_BYTES + 1)).endswith(b"\n"):
                 yield Fields(path, _parse(path, line, MOST_LINE_BYTES))
             if len(line) > MOST_LINE_BYTES:
-                raise RunError(f"{path} holds a line of over {MOST_LINE_BYTES} bytes; train again")
+                most = f"{MOST_LINE_BYTES} bytes"
+                raise RunError(f"{path} holds a line of over {most}; {again(path)}")
     except OSError as error:
-        raise RunError(f"{path} cannot be read ({error}); train again") from error
+        raise RunError(f"{path} cannot be read ({error}); {again(path)}") from error
 
 
 def _parse(path: Path, raw: bytes, most_bytes: int) -> dict[str, Any]:
     if len(raw) > most_bytes:
-        raise RunError(f"{path} holds over {most_bytes} bytes of JSON; run its stage again")
+        raise RunError(f"{path} holds over {most_bytes} bytes of JSON; {again(path)}")
     try:
         values = json.loads(raw.decode())
     except (ValueError, RecursionError) as error:
-        raise RunError(f"{path} is not valid JSON ({error!s:.200}); run its stage again") from error
+        raise RunError(f"{path} is not valid JSON ({error!s:.200}); {again(path)}") from error
     if not isinstance(values, dict):
-        raise RunError(f"{path} does not hold a JSON object; run its stage again")
+        raise RunError(f"{path} does not hold a JSON object; {again(path)}")
     return values

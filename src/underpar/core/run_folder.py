@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from underpar.core.fields import Fields, read_fields, read_lines
+from underpar.core.makers import maker_of
 from underpar.errors import RunError
 from underpar.recipe import Recipe, read_recipe_file, to_toml
 
@@ -294,18 +295,21 @@ class RunFolder:
         """`path` if it exists; else an error names the command that writes it."""
         if path.exists():
             return path
-        makers = {
-            self.recipe_file: "train",
-            self.about_file: "train",
-            self.weights_file: "train",
-            self.validation_file: "train",
-            self.tokenizer_file: "train",
-            self.calibration_file: "calibrate",
-            self.quantized_file: "quantize",
-            self.artifact_file: "pack",
-            self.script_file: "pack",
-            self.budget_file: "pack",
-            self.audit_file: "audit",
-        }
-        verb = makers.get(path, "score")
-        raise RunError(f"{path} does not exist; run 'underpar {verb}' first")
+        raise RunError(f"{path} does not exist; run '{maker_of(path)}' first")
+
+
+def run_at(path: Path) -> RunFolder:
+    """The run folder at `path`, which may also be a file in it, such as its artifact."""
+    return RunFolder(path.parent if path.is_file() else path)
+
+
+def artifact_at(path: Path) -> Path:
+    """The artifact at `path`, which may also be its run folder."""
+    if path.is_dir():
+        folder = RunFolder(path)
+        folder.require_files()
+        return folder.need(folder.artifact_file)
+    if not path.exists():
+        maker = maker_of(path) or "underpar pack RUN"
+        raise RunError(f"{path} does not exist; run '{maker}' first")
+    return path

@@ -101,7 +101,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a data folder; another format is refused."""
     path, aside = folder / MANIFEST_NAME, folder_aside(folder)
     hint = f" (an interrupted build left the old one as {aside})" if aside.exists() else ""
-    manifest = read_json(path, f"no finished data folder here{hint}")
+    missing = f"no finished data folder here{hint} ('underpar data build TEXT --out {folder}')"
+    manifest = read_json(path, missing)
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         version = manifest.get("format") if isinstance(manifest, dict) else manifest
         raise DataError(f"{path}: format is {version!r:.40}, expected {FORMAT}; build it again")

@@ -12,6 +12,7 @@ from underpar.audit.case import DEFAULT_LIMITS, hash_files
 from underpar.audit.finding import PASS, VERDICTS, worst
 from underpar.audit.rules import RULES
 from underpar.core.fields import Fields
+from underpar.core.makers import again
 from underpar.core.run_folder import RunFolder
 from underpar.data.folder import hash_file
 from underpar.errors import RunError
@@ -147,7 +148,7 @@ def _scores(folder: RunFolder) -> dict[str, ScoreResult]:
         assert tree is not None
         result = _score(tree)
         if folder.score_file(result.score.method) != path:
-            raise RunError(f"{path} holds method {result.score.method!r}; score again")
+            raise RunError(f"{path} holds method {result.score.method!r}; {again(path)}")
         scores[result.score.method] = result
     # The plain score first: the others are compared with it.
     return dict(sorted(scores.items(), key=lambda item: (item[0] != "plain", item[0])))
@@ -172,7 +173,7 @@ def _score(tree: Fields) -> ScoreResult:
     )
     xz_bytes = tree.count("xz_bytes")
     if not score.num_bytes or not xz_bytes:
-        raise RunError(f"{tree.file} prices no text; score again")
+        raise RunError(f"{tree.file} prices no text; {again(tree.file)}")
     return ScoreResult(
         score,
         Comparison(score.num_bytes, score.bits, xz_bytes, tree.count("artifact_bytes")),
@@ -192,7 +193,7 @@ def _audit(folder: RunFolder, tree: Fields | None) -> AuditResult | None:
     judged_as = worst(verdicts, profile) if verdicts else "nothing"
     if verdict != judged_as:
         raise RunError(
-            f"{tree.file} says {verdict} over findings that say {judged_as}; audit again"
+            f"{tree.file} says {verdict} over findings that say {judged_as}; {again(tree.file)}"
         )
     changed = sorted(name for name in {*judged, *here} if judged.get(name) != here.get(name))
     missing = sorted({*RULES} - {finding.rule for finding in findings})

@@ -20,6 +20,7 @@ from underpar import __version__
 from underpar.artifact.unpack import LazyArtifact
 from underpar.audit.case import DEFAULT_LIMITS
 from underpar.audit.finding import FAIL, VERDICTS
+from underpar.core.makers import maker_of
 from underpar.core.run_folder import RunFolder, write_json
 from underpar.core.tensor_files import read_about
 from underpar.data.new_folder import new_folder
@@ -149,9 +150,7 @@ def _read_run(folder: RunFolder) -> SeedRun:
     method, _ = scoring_of(recipe)
     path = folder.score_file(method.label)
     if not path.exists():
-        option = " --adapt" if method.label == "adapt" else ""
-        words = f"underpar score {folder.artifact_file} --data DATA{option}"
-        raise RunError(f"{path} does not exist; run '{words}' first")
+        raise RunError(f"{path} does not exist; run '{maker_of(path)}' first")
     tree = folder.read_json(path)
     if tree["artifact_sha256"] != hashlib.sha256(artifact).hexdigest():
         raise RunError(f"{path} is the score of another artifact; score and audit again")

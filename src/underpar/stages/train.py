@@ -311,13 +311,15 @@ def _check_tokenizer(recipe: Recipe, tokenizer: Tokenizer, data_path: Path) -> N
     if tokenizer.vocab_size != recipe.model.vocab_size:
         raise RecipeError(
             f"model.vocab_size = {recipe.model.vocab_size}, but the tokenizer of {data_path} has "
-            f"{tokenizer.vocab_size} pieces; set model.vocab_size or build the data again"
+            f"{tokenizer.vocab_size} pieces; set model.vocab_size, or run 'underpar data "
+            "build TEXT --out DATA --recipe RECIPE'"
         )
     wanted = transform_of(recipe)
     if tokenizer.transform_name != wanted:
         raise RecipeError(
             f"the recipe's text transform is {wanted}, {data_path} was built with "
-            f"{tokenizer.transform_name}; name its lever or build the data again"
+            f"{tokenizer.transform_name}; name its lever, or run 'underpar data build TEXT "
+            "--out DATA --recipe RECIPE'"
         )
 
 
@@ -378,11 +380,13 @@ def open_reference(run: RunFolder, data: Path, margin: float) -> Reference:
 
 def data_of(run: RunFolder) -> Path:
     """The data folder that a run was trained on."""
+    if not run.about_file.exists():
+        raise RunError(f"{run.path} does not say on which data it was trained; give --data FOLDER")
     data = run.read_fields(run.about_file).text("data")
     if not Path(data).is_dir():
         raise RunError(
-            f"{run.path}: its data folder {data} is not here; continue with 'underpar train "
-            f"{run.recipe_file} --data FOLDER --out {run.path}'"
+            f"{run.path}: its data folder {data} is not here; give --data FOLDER, or continue "
+            f"training with 'underpar train {run.recipe_file} --data FOLDER --out {run.path}'"
         )
     return Path(data)
 
