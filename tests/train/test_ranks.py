@@ -9,9 +9,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -33,19 +34,22 @@ from underpar.core.runtime import Runtime, open_runtime
 from underpar.core.tensor_files import read_tensors
 from underpar.data.batch import Batch
 from underpar.data.folder import load_data
-from underpar.data.loader import Loader
+from underpar.data.loader import Loader, MicroBatch, micros_of_rank
 from underpar.errors import UnderparError
 from underpar.model.network import Eager
 from underpar.quant.files import read_measured
 from underpar.recipe import load_recipe
 from underpar.stages.train import make_trainer, train
 from underpar.train.feed import Feed
-from underpar.train.step import step_of
+from underpar.train.step import mean_loss, open_loader, step_of
 
 STEPS = 10
 SETS = [f"train.budget_steps={STEPS}", "train.checkpoint_seconds=0", "model.num_layers=2"]
 SETS += ["train.num_micro_batches=4", "train.micro_batch_tokens=256", "levers.ema=true"]
 SETS += ["quant.rules=['blocks.*.weight grid1', '* fp16']"]
+
+# Short sequences on the first of two ranks, long ones on the second, as in PR 1219.
+MIXED = [*SETS, "train.order=sequences", "train.contexts=[32, 128]", "train.micro_sizes=[320, 256]"]
 
 # Ranks add up the same fp32 gradients in another order. 1e-7 was measured over these steps.
 TOLERANCE = 1e-5
@@ -57,8 +61,8 @@ BROKEN_STEP = 3
 CALIBRATION_SUMS = 5
 
 
-def train_words(data: Path, out: Path) -> list[str]:
-    sets = [word for value in SETS for word in ("--set", value)]
+def train_words(data: Path, out: Path, values: Sequence[str] = SETS) -> list[str]:
+    sets = [word for value in values for word in ("--set", value)]
     words = ["--data", str(data), "--out", str(out), "--device", "cpu", "--json"]
     return ["train", "baseline+cpu", *words, *sets]
 
@@ -140,6 +144,26 @@ def test_two_ranks_calibrate_like_one(alone: RunFolder, pair: RunFolder) -> None
         assert (summed - hessian).norm() < 1e-3 * hessian.norm(), name
         # A label that is drawn otherwise changes a little.
         assert torch.allclose(two.fisher.outputs[name], one.fisher.outputs[name], rtol=0.05)
+
+
+def test_ranks_of_different_lengths_train_like_one(
+    together: Path, tiny_data: Path, tmp_path: Path, runtime: Runtime
+) -> None:
+    recipe = load_recipe("baseline+cpu", MIXED)
+    plan = step_of(recipe.train)
+    for rank, size in enumerate((MicroBatch(320, 32), MicroBatch(256, 128))):
+        assert {plan[m] for m in micros_of_rank(len(plan), rank, 2)} == {size}
+    one = RunFolder(tmp_path / "one")
+    assert train(recipe, tiny_data, one, runtime)["finished"]
+    assert losses(RunFolder(together / "mixed")) == pytest.approx(losses(one), rel=TOLERANCE)
+    # A step's loss is the mean over micro-batches, whatever their sizes.
+    data, model = (
+        load_data(tiny_data),
+        make_trainer(recipe, load_data(tiny_data), one, runtime).model,
+    )
+    loader = open_loader(data.train, recipe.train)
+    means = [float(mean_loss(model, loader.batch(0, m)).detach()) for m in range(len(plan))]
+    assert losses(one)[0] == pytest.approx(fmean(means), rel=TOLERANCE)
 
 
 @pytest.mark.slow
@@ -253,6 +277,7 @@ def train_and_meet_situations(data: Path, folder: Path) -> None:
     """Train as one of two ranks, then meet what goes wrong between them."""
     runtime = open_runtime("cpu")
     run_command(train_words(data, folder / "run"))
+    run_command(train_words(data, folder / "mixed", MIXED))
     own_answers = folder / f"{runtime.rank}.json"
     with process_group(runtime):
         answers = meet_situations(data, folder, runtime)
