@@ -252,6 +252,8 @@ class QuantPart:
     # Without grids: the steps of all gptqB:k are multiplied by the least constant, 1 or more, with
     # which the file does not exceed the cap.
     fit: bool = added(False)
+    # Matrices of gptqB with the largest inputs that get one more bit.
+    finer_matrices: int = added(0)
     # Text for the calibration: "train", or "self", which the model writes.
     calibration: str = "train"
     calibration_batches: int = 16
@@ -278,7 +280,14 @@ class QuantPart:
         for name in ("calibration_batches", "calibration_batch_tokens", "fisher_batches"):
             value = getattr(self, name)
             require(value > 0, f"quant.{name} = {value}: expected a positive number")
-        for name in ("constant", "awq_groups", "lqer_tensors", "tune_steps", "tune_lr"):
+        for name in (
+            "constant",
+            "finer_matrices",
+            "awq_groups",
+            "lqer_tensors",
+            "tune_steps",
+            "tune_lr",
+        ):
             value = getattr(self, name)
             require(value >= 0, f"quant.{name} = {value}: expected 0 or more")
         for name in ("awq_group_columns", "lqer_group"):

@@ -20,6 +20,8 @@ SCHEMES = [
     "int8/0+log",
     "clip5+log",
     "gptq6:12.85+log",
+    "gptq5+clip",
+    "gptq6+clip+log",
     "gptq7:14+awq+log",
     "clip5",
     "gptq6:12.85",

@@ -8,7 +8,7 @@ import pytest
 from underpar.build.model import build_model, weight_shapes
 from underpar.errors import RecipeError
 from underpar.quant.calibration import sites_of
-from underpar.quant.rules import CALIBRATED, check_rules, match_rules, quantize_model
+from underpar.quant.rules import CALIBRATED, check_rules, match_rules, quantize_model, refine
 from underpar.recipe import Recipe, list_recipes, load_recipe
 
 QUERY = "blocks.0.attn.q.weight"
@@ -50,6 +50,28 @@ def test_control_tensors_of_pr_1894_have_8_bits_from_128_values_on() -> None:
         # One step for each published tensor: a block's scales and mix, all skips together.
         published = 11 if control[name][0] == 11 else 1
         assert not scheme.bits or scheme.num_halves(control[name]) == published
+
+
+def test_matrices_with_large_inputs_get_one_more_bit() -> None:
+    names = [QUERY, "blocks.1.attn.q.weight", "blocks.2.attn.q.weight", "embedding.weight"]
+    schemes = match_rules(names, ["blocks.* gptq5+clip", "* int8"])
+    inputs = dict.fromkeys(names, 1.0) | {names[2]: 2.0}
+    texts = [str(scheme) for scheme in refine(schemes, 2, inputs).values()]
+    # Of equals, the first in the model.
+    assert texts == ["gptq6+clip", "gptq5+clip", "gptq6+clip", "int8"]
+    assert [s.bits for s in refine(schemes, 1).values()] == [6, 5, 5, 8]
+    assert [s.bits for s in refine(schemes, 9).values()] == [6, 6, 6, 8]
+    assert refine(schemes, 0, inputs) == schemes
+    with pytest.raises(RecipeError, match=r"finer_matrices = 1: gptq8:20 for 'blocks.*gptq7"):
+        refine(match_rules(names, ["* gptq8:20"]), 1)
+
+
+def test_pr_1219_has_31_matrices_of_31_levels_and_36_of_15() -> None:
+    recipe = load_recipe("pr1219")
+    shapes = weight_shapes(recipe)
+    schemes = refine(match_rules(list(shapes), recipe.quant.rules), recipe.quant.finer_matrices)
+    limits = [scheme.limit for scheme in schemes.values()]
+    assert (limits.count(31), limits.count(15)) == (31, 36)
 
 
 def test_tensors_come_in_name_order() -> None:

@@ -11,6 +11,7 @@ from underpar.errors import ArtifactError, RecipeError
 from underpar.quant import gptq, solve
 from underpar.quant.allocate import Sensitivity
 from underpar.quant.calibration import Calibration
+from underpar.quant.logsteps import from_index, to_index
 from underpar.quant.rounding import round_tensor
 from underpar.quant.rules import quantize_model
 from underpar.quant.schemes import QuantizedTensor, dequantize, parse_scheme, steps_of
@@ -174,6 +175,39 @@ def test_log_steps_are_chosen_before_the_solve(
     losses = [loss_of(dequantize(t) - weight, inputs) for t in (plain, logs, late)]
     assert losses[1] == pytest.approx(losses[0], rel=0.1)
     assert losses[1] < 0.9 * losses[2]
+
+
+# The best of a few clipping points.
+
+
+@pytest.mark.parametrize("scheme", ["gptq4+clip", "gptq4+clip+log"])
+def test_the_closest_of_five_solutions_is_taken(solver: Solver, scheme: str) -> None:
+    rng = np.random.default_rng(6)
+    weight = (3 * rng.standard_normal((ROWS, COLS))).astype(np.float32)
+    weight[:, 3] *= 8
+    parsed = parse_scheme(scheme)
+    hessian = solver.calibration.hessians[NAME]
+    options = gptq.Options(act_order=True, limit=7)
+    inverse = gptq.invert(hessian, options)
+    errors = []
+    for quantile in (0.999, 0.9995, 0.9999, 0.99999, 1.0):
+        reach = np.maximum(np.quantile(np.abs(weight), quantile, axis=1), 1.0)
+        steps = (reach / 7).astype(np.float32)
+        steps = from_index(to_index(steps)) if parsed.log else steps.astype(np.float16)
+        steps = steps.astype(np.float32)[:, None]
+        codes = gptq.solve(torch.from_numpy(weight), inverse, torch.from_numpy(steps), options)
+        errors.append(float(np.square(codes.codes.numpy() * steps - weight).mean()))
+    tensor = solve_one(solver, weight, scheme)
+    chosen = float(np.square(dequantize(tensor) - weight).mean())
+    assert min(errors) < 0.99 * max(errors)
+    assert chosen == pytest.approx(min(errors), rel=1e-3)
+
+
+def test_small_weights_have_the_least_step(weight: np.ndarray, solver: Solver) -> None:
+    tensor = solve_one(solver, 0.1 * weight, "gptq6+clip")
+    assert tensor.steps.tolist() == [np.float16(1 / 31)] * ROWS
+    wider = solve_one(replace(solver, factor=1.5), 0.1 * weight, "gptq6+clip")
+    assert wider.steps.tolist() == [np.float16(1.5 / 31)] * ROWS
 
 
 # Columns with finer steps.

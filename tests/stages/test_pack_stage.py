@@ -17,7 +17,7 @@ from underpar.core.tensor_files import read_tensors, save_tensors
 from underpar.data.build import build_data
 from underpar.data.folder import load_data
 from underpar.errors import ArtifactError, RecipeError, RunError
-from underpar.quant.files import read_quantized
+from underpar.quant.files import read_measured, read_quantized
 from underpar.quant.schemes import dequantize, steps_of
 from underpar.recipe import Recipe, from_tree, merge, to_tree
 from underpar.schema import QuantPart
@@ -111,7 +111,9 @@ def test_fewer_bytes_cost_bits(folder: RunFolder, tiny_run: TinyRun, runtime: Ru
     assert sizes[0].score.bpb < sizes[1].score.bpb
 
 
-@pytest.mark.parametrize("scheme", ["gptq6:12.85", "gptq4:5+awq", "grid8"])
+@pytest.mark.parametrize(
+    "scheme", ["gptq6:12.85", "gptq6:12.85+log", "gptq4:5+awq", "gptq5+clip", "grid8"]
+)
 def test_every_scheme_packs_and_scores(
     folder: RunFolder, tiny_run: TinyRun, runtime: Runtime, scheme: str
 ) -> None:
@@ -119,6 +121,16 @@ def test_every_scheme_packs_and_scores(
     budget = pack_run(folder, CAP, part)
     assert budget.total_bytes <= CAP
     assert score_artifact(folder.artifact_file, tiny_run.data, runtime).score.bpb < 8
+
+
+def test_the_largest_inputs_get_one_more_bit(folder: RunFolder, tiny_run: TinyRun) -> None:
+    part = with_rules(tiny_run.recipe, "blocks.*.weight gptq5+clip", "* fp16")
+    pack_run(folder, part=replace(part, finer_matrices=5))
+    tensors, _ = read_quantized(folder.quantized_file)
+    hessians = read_measured(folder.calibration_file, torch.device("cpu")).calibration.hessians
+    bits = {n: t.scheme.bits for n, t in tensors.items() if t.scheme.form == "gptq"}
+    traces = {bit: [hessians[n].trace() for n in bits if bits[n] == bit] for bit in (5, 6)}
+    assert len(traces[6]) == 5 and min(traces[6]) >= max(traces[5])
 
 
 def test_packing_again_rounds_nothing_again(folder: RunFolder, tiny_run: TinyRun) -> None:

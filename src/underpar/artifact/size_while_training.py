@@ -28,7 +28,7 @@ from underpar.quant.clip_search import search_steps
 from underpar.quant.gptq import round_to_nearest
 from underpar.quant.logsteps import to_index
 from underpar.quant.row_steps import clamp_steps, row_steps
-from underpar.quant.rules import match_rules
+from underpar.quant.rules import match_rules, refine
 from underpar.quant.schemes import Scheme
 from underpar.recipe import Recipe, to_tree
 
@@ -55,7 +55,9 @@ class SizeForecast:
     @cached_property
     def schemes(self) -> dict[str, Scheme]:
         """The scheme of each tensor, in the order of the file."""
-        return match_rules(sorted(self.shapes), self.recipe.quant.rules)
+        part = self.recipe.quant
+        refined = refine(match_rules([*self.shapes], part.rules), part.finer_matrices)
+        return dict(sorted(refined.items()))
 
     @cached_property
     def fixed_bytes(self) -> int:
@@ -119,7 +121,7 @@ def tensor_steps(rows: Tensor, scheme: Scheme) -> Tensor:
         steps = clamp_steps(search_steps(rows, scheme.limit)[:, 0])
     else:
         steps = row_steps(rows, scheme.limit, scheme.sigmas, by_mean=bool(scheme.group))
-    return steps[:, None].half()
+    return steps.clip(scheme.least_step)[:, None].half()
 
 
 def _code(rows: Tensor, steps: Tensor, limit: int, most_counted: int) -> dict[str, Any]:

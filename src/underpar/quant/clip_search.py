@@ -25,11 +25,10 @@ def search_steps(weight: Tensor, limit: int, quantiles: Sequence[float] = QUANTI
     """The step (R, 1) of least squared error of each row, with integers -`limit` ... `limit`."""
     if not weight.isfinite().all():
         raise ArtifactError("a weight is NaN or infinite; the run diverged, nothing to pack")
-    magnitudes = weight.abs().sort(dim=1).values  # (R, C)
-    best_steps = (magnitudes[:, -1:] / limit).clamp_min(SMALLEST_STEP)
+    tries = quantile_steps(weight, limit, quantiles)
+    best_steps = (weight.abs().amax(dim=1, keepdim=True) / limit).clamp_min(SMALLEST_STEP)
     best_errors = torch.full_like(best_steps, torch.inf)
-    for quantile in quantiles:
-        steps = (_quantile(magnitudes, quantile) / limit).clamp_min(SMALLEST_STEP)
+    for steps in tries[..., None]:
         restored = round_to_nearest(weight, steps, limit) * steps
         errors = (restored - weight).square().sum(dim=1, keepdim=True)
         # In a tie the earlier, wider range wins.
@@ -37,6 +36,13 @@ def search_steps(weight: Tensor, limit: int, quantiles: Sequence[float] = QUANTI
         best_steps = torch.where(better, steps, best_steps)
         best_errors = torch.where(better, errors, best_errors)
     return best_steps
+
+
+def quantile_steps(weight: Tensor, limit: int, quantiles: Sequence[float] = QUANTILES) -> Tensor:
+    """The step of each clipping point and row (Q, R)."""
+    magnitudes = weight.abs().sort(dim=1).values  # (R, C)
+    points = [_quantile(magnitudes, quantile)[:, 0] for quantile in quantiles]
+    return (torch.stack(points) / limit).clamp_min(SMALLEST_STEP)
 
 
 def _quantile(ascending: Tensor, quantile: float) -> Tensor:

@@ -19,7 +19,7 @@ from underpar.quant.allocate import Layout, RateCurve, rate_curve, sensitivities
 from underpar.quant.files import Measured
 from underpar.quant.logsteps import to_index
 from underpar.quant.rounding import fixed_rate_curve
-from underpar.quant.rules import match_rules, quantize_model
+from underpar.quant.rules import match_rules, refine, round_model
 from underpar.quant.schemes import QuantizedModel, Scheme
 from underpar.quant.solve import Solver
 from underpar.schema import QuantPart
@@ -39,8 +39,13 @@ class QuantJob:
 
     @cached_property
     def schemes(self) -> dict[str, Scheme]:
-        """How each tensor is stored."""
-        return match_rules(list(self.weights), self.part.rules)
+        """How each tensor is stored, in the order of names."""
+        schemes = match_rules(sorted(self.weights), self.part.rules)
+        if self.solver is None or not self.part.finer_matrices:
+            return schemes
+        hessians = self.solver.calibration.hessians
+        inputs = {name: float(hessian.trace()) for name, hessian in hessians.items()}
+        return refine(schemes, self.part.finer_matrices, inputs)
 
     @cached_property
     def grids(self) -> dict[str, np.ndarray]:
@@ -60,7 +65,7 @@ class QuantJob:
         if self.solver is not None:
             factor = constant if self.widened else 1.0
             solve = replace(self.solver, constant=constant, factor=factor).solve
-        tensors = quantize_model(self.weights, self.part.rules, solve)
+        tensors = round_model(self.weights, self.schemes, solve)
         if self.solver is None:
             return tensors
         return lqer.correct(

@@ -10,7 +10,7 @@ import torch
 
 from underpar.errors import ArtifactError, RecipeError
 from underpar.quant.allocate import RateCurve, count_ratios, deviations, divide
-from underpar.quant.clip_search import search_steps
+from underpar.quant.clip_search import quantile_steps, search_steps
 from underpar.quant.logsteps import to_index
 from underpar.quant.row_steps import clamp_steps, row_steps
 from underpar.quant.schemes import QuantizedTensor, Scheme, steps_of
@@ -47,12 +47,25 @@ def as_rows(weight: np.ndarray, scheme: Scheme) -> np.ndarray:
 def stored_steps(rows: np.ndarray, scheme: Scheme, factor: float = 1.0) -> np.ndarray:
     """The steps (R,) of rows (R, C) as a scheme with bits stores them: fp16, or log steps.
 
-    They are `factor` times those of the scheme.
+    They are `factor` times those of the scheme. Of a scheme with +clip, they are the widest ones.
     """
     if scheme.form == "clip":
         steps = clamp_steps(search_steps(torch.from_numpy(rows), scheme.limit).numpy()[:, 0])
+    elif scheme.clip:
+        return clipped_steps(rows, scheme, factor)[0]
     else:
         steps = row_steps(rows, scheme.limit, scheme.sigmas, by_mean=bool(scheme.group))
+    return _store(steps, scheme, factor)
+
+
+def clipped_steps(rows: np.ndarray, scheme: Scheme, factor: float = 1.0) -> list[np.ndarray]:
+    """The steps (R,) that +clip chooses from, as they are stored, without repetitions."""
+    tries = quantile_steps(torch.from_numpy(rows), scheme.limit).numpy()
+    stored = [_store(np.maximum(steps, scheme.least_step), scheme, factor) for steps in tries]
+    return [s for i, s in enumerate(stored) if not any(map(np.array_equal, stored[:i], [s] * i))]
+
+
+def _store(steps: np.ndarray, scheme: Scheme, factor: float) -> np.ndarray:
     if factor != 1:
         steps = clamp_steps(factor * steps)
     return to_index(steps) if scheme.log else steps.astype(np.float16)

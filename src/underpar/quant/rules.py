@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -48,6 +49,28 @@ def check_rules(shapes: Mapping[str, tuple[int, ...]], rules: Sequence[str]) -> 
     return schemes
 
 
+def refine(
+    schemes: Mapping[str, Scheme], number: int, inputs: Mapping[str, float] | None = None
+) -> dict[str, Scheme]:
+    """The schemes, of which the gptqB of `number` matrices have one more bit (PR 1105).
+
+    They are those with the largest `inputs`, sums of squares (the trace of the Hessian). Without
+    these, for a forecast, they are the first.
+    """
+    names = [name for name, scheme in schemes.items() if scheme.form == "gptq"]
+    if inputs is not None:
+        names.sort(key=lambda name: -inputs.get(name, 0.0))
+    finer = names[:number]
+    for name in finer:
+        if schemes[name].bits == 8:
+            raise RecipeError(
+                f"quant.finer_matrices = {number}: {schemes[name]} for {name!r} has 8 bits "
+                "already; use gptq7 or less"
+            )
+    more = {name: replace(schemes[name], bits=schemes[name].bits + 1) for name in finer}
+    return {**schemes, **more}
+
+
 # (weights, schemes) of the tensors that need a calibration -> these tensors, rounded.
 Solve = Callable[[Mapping[str, np.ndarray], Mapping[str, Scheme]], QuantizedModel]
 
@@ -56,7 +79,13 @@ def quantize_model(
     weights: Mapping[str, np.ndarray], rules: Sequence[str], solve: Solve | None = None
 ) -> QuantizedModel:
     """Every tensor rounded by its rule, in name order; `solve` rounds the calibrated ones."""
-    schemes = match_rules(sorted(weights), rules)
+    return round_model(weights, match_rules(sorted(weights), rules), solve)
+
+
+def round_model(
+    weights: Mapping[str, np.ndarray], schemes: Mapping[str, Scheme], solve: Solve | None = None
+) -> QuantizedModel:
+    """Every tensor rounded by its scheme, in the order of `schemes`."""
     calibrated = {name: scheme for name, scheme in schemes.items() if scheme.calibrated}
     solved: QuantizedModel = {}
     if calibrated:

@@ -10,6 +10,8 @@ The dequantized weights are exactly those that are scored.
     clipB           the same with the step from the best of a few clipping points (`clip_search`)
     gptqB:k         steps of intB:k, rounded with error feedback (`gptq`)
     gptqB:k+awq     the same with finer steps in some columns (`awq`)
+    gptqB+clip      the same with the step of the row's best clipping point, one for all rows, at
+                    least 1 / (2^(B-1) - 1) (PR 1105)
     ...+log         intB, clipB or gptqB with log steps instead of fp16 ones, chosen before rounding
     ternary:G       integers -1, 0, 1 and one fp16 step for each run of G weights of a row
     gridS           log steps by row, set by sensitivity (`allocate`), and a trellis of S states
@@ -37,7 +39,7 @@ from underpar.quant.trellis import STATES
 
 _SCHEME = re.compile(
     r"(?P<form>int|clip|gptq)(?P<bits>[2-8])(:(?P<sigmas>\d+(\.\d+)?))?"
-    r"(/(?P<axes>[0-3]))?(?P<awq>\+awq)?(?P<log>\+log)?"
+    r"(/(?P<axes>[0-3]))?(\+(?P<rule>awq|clip))?(?P<log>\+log)?"
     r"|ternary:(?P<group>[1-9]\d{0,5})"
     r"|grid(?P<states>\d+)(?P<columns>\+columns)?"
 )
@@ -60,6 +62,8 @@ class Scheme:
     """Whether log steps by column are stored too."""
     axes: int = -1
     """Weights with the same indices in the axes before this one share a step."""
+    clip: bool = False
+    """Whether the best of a few clipping points sets the steps of gptqB."""
     log: bool = False
     """Whether the steps of a scheme with bits are log steps."""
 
@@ -67,6 +71,11 @@ class Scheme:
     def limit(self) -> int:
         """Largest integer magnitude."""
         return int(2 ** (self.bits - 1) - 1)
+
+    @property
+    def least_step(self) -> float:
+        """The least step that a row may have, by the scheme's rule."""
+        return 1 / self.limit if self.clip else 0.0
 
     @property
     def is_half(self) -> bool:
@@ -110,8 +119,8 @@ class Scheme:
         # repr keeps every digit: the name is what the artifact stores.
         width = f":{self.sigmas!r}".removesuffix(".0") if self.sigmas else ""
         axes = f"/{self.axes}" if self.axes >= 0 else ""
-        suffixes = ("+awq" if self.columns else "") + ("+log" if self.log else "")
-        return f"{self.form}{self.bits}{width}{axes}{suffixes}"
+        rule = "+awq" if self.columns else "+clip" if self.clip else ""
+        return f"{self.form}{self.bits}{width}{axes}{rule}" + ("+log" if self.log else "")
 
 
 def parse_scheme(text: str) -> Scheme:
@@ -122,16 +131,14 @@ def parse_scheme(text: str) -> Scheme:
     parts = match.groupdict() if match else {}
     states, sigmas = int(parts.get("states") or 0), float(parts.get("sigmas") or 0)
     form, group = parts.get("form") or "int", int(parts.get("group") or 0)
-    axes = parts.get("axes")
+    axes, rule = parts.get("axes"), parts.get("rule")
     misused = (
-        (form == "clip" and sigmas)
-        or (form != "int" and axes)
-        or (form != "gptq" and parts.get("awq"))
+        ("clip" in (form, rule) and sigmas) or (form != "int" and axes) or (form != "gptq" and rule)
     )
     if not match or misused or sigmas >= 1000 or (parts["states"] and states not in STATES):
         raise RecipeError(
             f"scheme {text!r}: expected fp16, int2 ... int8, int6:12.85, int8/1, clip6, "
-            "gptq6:12.85+log, gptq7:14+awq, ternary:128, or grid with "
+            "gptq6:12.85+log, gptq7:14+awq, gptq5+clip, ternary:128, or grid with "
             f"{', '.join(map(str, STATES))} states, as in grid8+columns"
         )
     if states:
@@ -142,8 +149,9 @@ def parse_scheme(text: str) -> Scheme:
         int(parts["bits"]),
         sigmas,
         form,
-        columns=bool(parts["awq"]),
+        columns=rule == "awq",
         axes=int(axes or -1),
+        clip=rule == "clip",
         log=bool(parts["log"]),
     )
 

@@ -16,8 +16,14 @@ from underpar.quant import gptq
 from underpar.quant.allocate import DAMPING, Sensitivity, allocate
 from underpar.quant.calibration import Calibration
 from underpar.quant.logsteps import STEPS_PER_OCTAVE
-from underpar.quant.rounding import as_rows, stored_steps
-from underpar.quant.schemes import QuantizedModel, QuantizedTensor, Scheme, steps_of
+from underpar.quant.rounding import as_rows, clipped_steps, stored_steps
+from underpar.quant.schemes import (
+    QuantizedModel,
+    QuantizedTensor,
+    Scheme,
+    dequantize,
+    steps_of,
+)
 
 # Memory that a batch of matrices may take, by kind of device; on others a batch is one matrix.
 BATCH_BYTES = {"cuda": 4 << 30}
@@ -80,9 +86,9 @@ class Solver:
         """
         batches = self.plan_batches(weights, schemes)
         solved = {}
-        for batch, solutions in zip(batches, self._map(batches), strict=True):
-            for task, codes in zip(batch, solutions, strict=True):
-                solved[task.name] = replace(task.tensor, codes=codes)
+        for batch, tensors in zip(batches, self._map(batches), strict=True):
+            for task, tensor in zip(batch, tensors, strict=True):
+                solved[task.name] = tensor
                 if on_tensor is not None:
                     on_tensor(task.name)
         return {name: solved[name] for name in schemes}
@@ -129,17 +135,34 @@ class Solver:
     def _protected(self, name: str, weight: np.ndarray) -> np.ndarray:
         return self.protected.get(name, np.zeros(weight.shape[1], dtype=bool))
 
-    def _map(self, batches: Sequence[Sequence[Task]]) -> Iterator[np.ndarray]:
-        """Integers of each batch. A CPU solves several batches at a time, one thread each.
+    def _map(self, batches: Sequence[Sequence[Task]]) -> Iterator[list[QuantizedTensor]]:
+        """The tensors of each batch. A CPU solves several batches at a time, one thread each.
 
         Threads within a batch gain little, because its columns are solved one after the other.
         """
         if self.device.type != "cpu":
-            yield from map(self._codes, batches)
+            yield from map(self._solve, batches)
             return
         one = (torch.set_num_threads, (1,))
         with ThreadPoolExecutor(torch.get_num_threads(), "solve", *one) as pool:
-            yield from pool.map(self._codes, batches)
+            yield from pool.map(self._solve, batches)
+
+    def _solve(self, batch: Sequence[Task]) -> list[QuantizedTensor]:
+        """The tensors of a batch; with +clip each is the closest of several solutions (PR 1019)."""
+        if batch[0].tensor.scheme.clip:
+            return [self._closest(task) for task in batch]
+        codes = self._codes(batch)
+        return [replace(t.tensor, codes=c) for t, c in zip(batch, codes, strict=True)]
+
+    def _closest(self, task: Task) -> QuantizedTensor:
+        """The solution whose weights are closest to the matrix, whatever the inputs."""
+        rows, scheme = as_rows(task.weight, task.tensor.scheme), task.tensor.scheme
+        tensors = [
+            replace(task.tensor, steps=steps) for steps in clipped_steps(rows, scheme, self.factor)
+        ]
+        tasks = [replace(task, tensor=tensor) for tensor in tensors]
+        solved = [replace(t.tensor, codes=self._codes([t])[0]) for t in tasks]
+        return min(solved, key=lambda t: float(np.square(dequantize(t) - task.weight).mean()))
 
     def _codes(self, batch: Sequence[Task]) -> np.ndarray:
         """Integers (B, R, C) of a batch of tasks of the same kind."""
