@@ -45,6 +45,7 @@ def test_training_is_that_of_the_stage(run: TrainedRun, tiny_run: TinyRun) -> No
     validation = theirs.read_json(theirs.validation_file)
     assert (run.live_bpb, run.average_bpb) == (validation["live_bpb"], validation["average_bpb"])
     assert run.step == tiny_run.recipe.train.budget_steps
+    assert f"{run.step} steps" in repr(run) and f"{run.average_bpb:.4f} bits" in repr(run)
     losses = [line["loss"] for line in run.metrics("step", "loss")]
     assert losses == [line["loss"] for line in theirs.metrics("loss")]
 

@@ -80,6 +80,11 @@ class TrainedRun:
     def __fspath__(self) -> str:
         return str(self.path)
 
+    def __repr__(self) -> str:
+        known = [bpb for bpb in (self.average_bpb, self.live_bpb) if bpb is not None]
+        result = f"{known[0]:.4f} bits per byte of held-out text" if known else "not finished"
+        return f"TrainedRun({self.path}: {self.step:,} steps, {self.seconds:.0f} s, {result})"
+
     def metrics(self, *keys: str) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl that have all of `keys`, such as "step" and "loss"."""
         return list(RunFolder(self.path).metrics(*keys))
