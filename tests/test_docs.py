@@ -81,7 +81,7 @@ def test_commands_of_blocks_are_understood(sample: Shown) -> None:
     ("text", "why"),
     [
         ("underpar audit runs/a --depth 3", "No such option"),
-        ("underpar compress a.upar", "Missing"),
+        ("underpar recipe show --forward", "Missing"),
     ],
 )
 def test_commands_that_would_be_refused_are_noticed(text: str, why: str) -> None:
