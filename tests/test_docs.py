@@ -13,6 +13,7 @@ from typer.main import get_command
 
 from underpar.audit.rules import RULES
 from underpar.cli import app
+from underpar.core import run_folder
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -68,6 +69,13 @@ def find_command(sample: Shown) -> tuple[TyperCommand, list[str]]:
         assert name in command.commands, f"{sample}: no command {name!r}"
         command = command.commands[name]
     return command, words
+
+
+@pytest.fixture(autouse=True)
+def files_need_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arguments that name an artifact or a run are taken as they are."""
+    monkeypatch.setattr(run_folder, "artifact_at", lambda path: path)
+    monkeypatch.setattr(run_folder, "run_at", run_folder.RunFolder)
 
 
 @pytest.mark.parametrize("sample", commands(), ids=str)
