@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from commands import run
 from fake_hub import REPO, FakeHub, cut_at, list_entry, refuse, serve
 from underpar.core.locks import lock_folder
 from underpar.data.sources import fetch as module
@@ -25,6 +27,7 @@ from underpar.data.sources.fetch import (
     resolve,
     select,
 )
+from underpar.data.sources.hub import hub_endpoint, hub_token
 from underpar.errors import DataError, RunError
 
 FILES = {
@@ -409,3 +412,79 @@ def test_a_published_set_arrives(hub: FakeHub, tmp_path: Path) -> None:
     assert kept == wanted
     assert (record["name"], record["repo"]) == ("caseops", "romeerp/parameter-golf-caseops-v1")
     assert summary.num_fetched_files == len(wanted)
+
+
+def put_in_cache(monkeypatch: pytest.MonkeyPatch, cache: Path, files: dict[str, bytes]) -> None:
+    """Write files to a cache of huggingface_hub, as its client leaves them."""
+    constants = pytest.importorskip("huggingface_hub").constants
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    repo = cache / f"datasets--{REPO.replace('/', '--')}"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text("c0ffee")
+    for path, content in files.items():
+        file = repo / "snapshots" / "c0ffee" / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
+
+
+def test_files_in_the_cache_of_the_hub_are_copied_if_they_are_the_listed_ones(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached, damaged = "data/part-1.bin", "data/part-2.bin"
+    damage = b"owt" * 1000
+    put_in_cache(monkeypatch, tmp_path / "hf", {cached: FILES[cached], damaged: damage})
+    fetch(REPO, tmp_path / "out", options(hub))
+    files = found_in(tmp_path / "out")
+    assert {path: files[path] for path in FILES} == FILES
+    assert hub.requests_for(cached) == []
+    assert len(hub.requests_for(damaged)) == 1
+    # The cache belongs to another program.
+    assert damage in found_in(tmp_path / "hf").values()
+
+
+@pytest.mark.parametrize(
+    ("variables", "words", "token"),
+    [
+        ({}, [], None),
+        ({"HF_TOKEN": "hf_mine"}, [], "Bearer hf_mine"),
+        ({"HF_TOKEN": "hf_mine"}, ["--token", "hf_other"], "Bearer hf_other"),
+        # Another server never gets the token of the environment.
+        ({"HF_TOKEN": "hf_mine", "HF_ENDPOINT": ""}, ["--endpoint"], None),
+    ],
+)
+def test_the_command_reads_token_and_address_of_the_environment(
+    hub: FakeHub,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str],
+    words: list[str],
+    token: str | None,
+) -> None:
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    # A user's own login must not decide the test.
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    for name, value in ({"HF_ENDPOINT": hub.url} | variables).items():
+        monkeypatch.setenv(name, value)
+    words = [*words, hub.url] if words[-1:] == ["--endpoint"] else words
+    run("data", "fetch", REPO, "--out", tmp_path / "out", *words)
+    assert {headers.get("Authorization") for _, headers in hub.seen} == {token}
+
+
+def test_without_the_client_of_the_hub_all_still_works(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    assert hub_token() is None
+    assert fetch(REPO, tmp_path / "out", options(hub)).num_fetched_files == len(FILES)
+
+
+def test_a_login_of_the_client_of_the_hub_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr(client, "get_token", lambda: "hf_login")
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    assert hub_token() == "hf_login"
+    monkeypatch.setenv("HF_TOKEN", " hf_mine\n")
+    assert hub_token() == "hf_mine"
+    monkeypatch.delenv("HF_ENDPOINT", raising=False)
+    assert hub_endpoint() == HUB

@@ -175,9 +175,12 @@ def data_fetch(
     train_files: Annotated[
         int, typer.Option(help="How many training files of a published set.")
     ] = 80,
-    token: Annotated[str | None, typer.Option(help="Access token for gated sets.")] = None,
+    token: Annotated[
+        str | None,
+        typer.Option(help="Access token for gated sets; default: HF_TOKEN, or 'hf auth login'."),
+    ] = None,
     endpoint: Annotated[
-        str | None, typer.Option(help="Address of another hub or a mirror.")
+        str | None, typer.Option(help="Address of another hub or a mirror; default: HF_ENDPOINT.")
     ] = None,
     json: Json = False,
 ) -> None:
@@ -186,13 +189,18 @@ def data_fetch(
     \b
     underpar data fetch sp1024 --out published --train-files 10
     underpar data fetch owner/name --out texts --include "*.parquet"
+    HF_TOKEN=... underpar data fetch owner/gated --out texts
+
+    Files that huggingface_hub has in its cache are copied from there, if their checksum is right.
     """
-    from underpar.data.sources.fetch import HUB, FetchOptions
+    from underpar.data.sources.fetch import FetchOptions
+    from underpar.data.sources.hub import hub_endpoint, hub_token
     from underpar.stages.data import fetch_data
 
     options = FetchOptions(
-        endpoint=endpoint or HUB,
-        token=token,
+        endpoint=endpoint or hub_endpoint(),
+        # A token of the environment is not sent to an address of the command line.
+        token=token or (None if endpoint else hub_token()),
         include=tuple(include or ()),
         num_train_files=train_files,
     )

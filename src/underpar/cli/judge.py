@@ -16,8 +16,6 @@ from underpar.cli.options import (
     Device,
     Json,
     app,
-    as_run,
-    as_runs,
     audit_exit_code,
     choose_attention,
     takes_words,
@@ -86,7 +84,7 @@ def score(
     stage infer; their settings are the recipe's, or else the lever's defaults. A score that was
     stopped or killed continues with the same command, to the same bits.
     """
-    from underpar.core.run_folder import run_at
+    from underpar.core.run_folder import artifact_at, run_at
     from underpar.core.runtime import open_runtime
     from underpar.score.partial import Stopped
     from underpar.stages.score import choose_method, score_artifact
@@ -96,6 +94,7 @@ def score(
     changes += set_ or ()
     runtime = open_runtime(device, compiled)
     choose_attention(attention, runtime)
+    artifact = artifact_at(artifact)
     data = data or data_of(run_at(artifact))
     progress = open_progress(json, runtime)
     try:
@@ -113,9 +112,7 @@ def score(
 def audit(
     run: Annotated[
         Path,
-        typer.Argument(
-            callback=as_run, help="A folder made by 'underpar train', or a foreign submission."
-        ),
+        typer.Argument(help="A folder made by 'underpar train', or a foreign submission."),
     ],
     data: Annotated[Path | None, typer.Option(help="Default: the data it was trained on.")] = None,
     expect_data: Annotated[
@@ -186,7 +183,7 @@ def audit(
     from underpar.audit.case import Limits
     from underpar.audit.finding import PROFILES
     from underpar.audit.foreign import is_submission
-    from underpar.core.run_folder import RunFolder
+    from underpar.core.run_folder import run_at
     from underpar.core.runtime import open_runtime
     from underpar.errors import RuleError
     from underpar.stages.audit import AuditRequest, audit_run
@@ -203,7 +200,7 @@ def audit(
         raise RuleError(f"{run} is no submission; compare runs with 'underpar compare'")
     request = AuditRequest(data, limits, profile, documents, code_tokens, retrain, seed)
     runtime = open_runtime(device)
-    _show_audit(run, audit_run(RunFolder(run), runtime, request, open_progress(json)), strict, json)
+    _show_audit(run, audit_run(run_at(run), runtime, request, open_progress(json)), strict, json)
 
 
 def _show_audit(run: Path, audited: Audited | AuditedSubmission, strict: bool, json: bool) -> Never:
@@ -301,7 +298,7 @@ def compare(
 def report(
     runs: Annotated[
         list[Path],
-        typer.Argument(callback=as_runs, help="Run folders; several are compared on one page."),
+        typer.Argument(help="Run folders; several are compared on one page."),
     ],
     out: Annotated[Path | None, typer.Option(help="Default: report.html in the first run.")] = None,
     json: Json = False,
@@ -314,9 +311,9 @@ def report(
 
     The page shows what the stages have left so far: curves, bytes, scores, audit, recipe.
     """
-    from underpar.core.run_folder import RunFolder
+    from underpar.core.run_folder import run_at
     from underpar.report.build import build_report
 
-    folders = [RunFolder(run) for run in runs]
+    folders = [run_at(run) for run in runs]
     path = build_report(folders, out or folders[0].report_file)
     show_json({"report": str(path)}) if json else typer.echo(f"report: {path}")

@@ -284,9 +284,10 @@ def lab_quant_curves(
 
     OUT gets quant_curves.json, .md and .svg. A run without a calibration gets one.
     """
+    from underpar.core.run_folder import run_at
     from underpar.lab.quant_curves import Request, measure, write_results
 
-    request = Request(run, data, out, sizes, documents, tune_steps, zpaq, device)
+    request = Request(run_at(run).path, data, out, sizes, documents, tune_steps, zpaq, device)
     record = measure(request, open_progress(json))
     table = write_results(record, out)
     show_json(record) if json else typer.echo(table)
@@ -338,9 +339,12 @@ def lab_scoring_table(
     15  + hedge
     16  + match and counts
     """
+    from underpar.core.run_folder import artifact_at
     from underpar.lab.scoring_table import Request, measure, to_markdown
 
-    request = Request(artifact, data, out, tuple(rows or ()), documents, device, not no_probes)
+    request = Request(
+        artifact_at(artifact), data, out, tuple(rows or ()), documents, device, not no_probes
+    )
     record = measure(request, open_progress(json))
     show_json(record) if json else typer.echo(to_markdown(record))
 
@@ -385,10 +389,10 @@ def lab_seeds(
 
     A row per seed, mean and standard deviation, speeds; the chart is OUT.svg beside it.
     """
-    from underpar.core.run_folder import RunFolder
+    from underpar.core.run_folder import run_at
     from underpar.lab.seeds import write_results
 
-    chart = write_results(out, [RunFolder(run) for run in runs])
+    chart = write_results(out, [run_at(run) for run in runs])
     show_json({"section": str(out), "chart": str(chart)}) if json else typer.echo(f"{out}\n{chart}")
 
 

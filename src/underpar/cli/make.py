@@ -20,7 +20,6 @@ from underpar.cli.options import (
     RunPath,
     Set,
     app,
-    as_run,
     audit_exit_code,
     choose_attention,
 )
@@ -172,12 +171,11 @@ def train(
     set_: Set = None,
     resume: Annotated[
         Path | None,
-        typer.Option(callback=as_run, help="Continue this run with its own recipe and data."),
+        typer.Option(help="Continue this run with its own recipe and data."),
     ] = None,
     stop_behind: Annotated[
         Path | None,
         typer.Option(
-            callback=as_run,
             help="From 30 % of the budget on, stop if the loss is worse than this run's.",
         ),
     ] = None,
@@ -211,14 +209,14 @@ def train(
     # First, because the compiler's worker processes may take 15 s to start.
     runtime = open_runtime(device, compiled)
     warm_compiler(runtime)
-    from underpar.core.run_folder import RunFolder
+    from underpar.core.run_folder import run_at
     from underpar.stages import train as stage
 
     resolved, data, folder = _what_to_train(recipe, data, out, set_, resume)
     choose_attention(attention, runtime)
     reference = None
     if stop_behind is not None:
-        reference = stage.open_reference(RunFolder(stop_behind), data, margin)
+        reference = stage.open_reference(run_at(stop_behind), data, margin)
     progress = open_progress(json, runtime)
     summary = stage.train(resolved, data, folder, runtime, progress, reference, keep)
     if runtime.is_main:
@@ -234,7 +232,7 @@ def _what_to_train(
 ) -> tuple[Recipe, Path, RunFolder]:
     """Recipe, data and run folder, from the options or from the run to continue."""
     from underpar.build.recipe import load_checked
-    from underpar.core.run_folder import RunFolder
+    from underpar.core.run_folder import RunFolder, run_at
     from underpar.errors import RecipeError
     from underpar.stages import train as stage
 
@@ -248,7 +246,7 @@ def _what_to_train(
     names = ", ".join(name for name, value in options.items() if value)
     if names:
         raise RecipeError(f"--resume {resume} has its own recipe and data; leave out {names}")
-    run = RunFolder(resume)
+    run = run_at(resume)
     return run.read_recipe(), stage.data_of(run), run
 
 
@@ -287,12 +285,12 @@ def pack(
     again.
     """
     from underpar.build.recipe import quant_part
-    from underpar.core.run_folder import RunFolder
+    from underpar.core.run_folder import run_at
     from underpar.core.runtime import open_runtime
     from underpar.stages import pack as stage
     from underpar.submit.train_script import train_script
 
-    folder = RunFolder(run)
+    folder = run_at(run)
     part = quant_part(folder, set_ or ())
     progress = open_progress(json)
     script_bytes = len(train_script(folder.read_recipe())) if for_submission else None
@@ -329,12 +327,12 @@ def calibrate(
     count as training; train.reserve_seconds keeps a part of the budget for them. Held-out text is
     never read.
     """
-    from underpar.core.run_folder import RunFolder
+    from underpar.core.run_folder import run_at
     from underpar.core.runtime import open_runtime
     from underpar.stages.calibrate import calibrate as run_stage
     from underpar.stages.train import data_of
 
-    folder = RunFolder(run)
+    folder = run_at(run)
     data = data or data_of(folder)
     summary = run_stage(folder, data, open_runtime(device).for_float64, source)
     results.show(json, summary, results.calibrated(summary, folder.calibration_file))
@@ -357,11 +355,11 @@ def quantize(
     'underpar pack' calls this too, unless it was done with the same weights, rules and cap.
     """
     from underpar.build.recipe import quant_part
-    from underpar.core.run_folder import RunFolder
+    from underpar.core.run_folder import run_at
     from underpar.core.runtime import open_runtime
     from underpar.stages import pack as stage
 
-    folder = RunFolder(run)
+    folder = run_at(run)
     part = quant_part(folder, set_ or ())
     summary = stage.quantize(
         folder, open_runtime(device).for_float64, cap, part, open_progress(json)
@@ -380,9 +378,10 @@ def unpack(
     \b
     underpar unpack runs/mine/model.upar --out weights.safetensors
     """
+    from underpar.core.run_folder import artifact_at
     from underpar.stages.pack import unpack_artifact
 
-    summary = unpack_artifact(artifact, out)
+    summary = unpack_artifact(artifact_at(artifact), out)
     results.show(json, summary, results.unpacked(summary, out))
 
 

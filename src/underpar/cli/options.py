@@ -103,32 +103,8 @@ RecipeName = Annotated[
     str, typer.Argument(help="A shipped recipe or a .toml file; stack overlays: baseline+cpu")
 ]
 DataPath = Annotated[Path, typer.Option("--data", help="A folder made by 'underpar data build'.")]
-
-
-def _as_artifact(path: Path) -> Path:
-    from underpar.core.run_folder import artifact_at
-
-    return artifact_at(path)
-
-
-def as_run(path: Path | None) -> Path | None:
-    """The run folder of an argument that may also be the artifact in it."""
-    from underpar.core.run_folder import run_at
-
-    return path and run_at(path).path
-
-
-def as_runs(paths: list[Path] | None) -> list[Path] | None:
-    """The same for several."""
-    return paths and [path for path in map(as_run, paths) if path]
-
-
-ArtifactPath = Annotated[
-    Path, typer.Argument(callback=_as_artifact, help="A run folder, or its model.upar.")
-]
-RunPath = Annotated[
-    Path, typer.Argument(callback=as_run, help="A folder made by 'underpar train'.")
-]
+ArtifactPath = Annotated[Path, typer.Argument(help="A run folder, or its model.upar.")]
+RunPath = Annotated[Path, typer.Argument(help="A folder made by 'underpar train'.")]
 
 
 def takes_words(option: str) -> type[TyperCommand]:

@@ -9,7 +9,7 @@ import typer
 
 from underpar.cli import results
 from underpar.cli.console import open_progress, show_json, show_table
-from underpar.cli.options import Json, app, as_runs, audit_exit_code, show_summary
+from underpar.cli.options import Json, app, audit_exit_code, show_summary
 
 CAP_BYTES = 16_000_000
 
@@ -18,7 +18,7 @@ CAP_BYTES = 16_000_000
 def submit(
     runs: Annotated[
         list[Path] | None,
-        typer.Argument(callback=as_runs, help="Run folders: seeds of one recipe, audited."),
+        typer.Argument(help="Run folders: seeds of one recipe, audited."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The folder to write.")] = None,
     verify: Annotated[

@@ -28,10 +28,12 @@ def compress(
 
     Text like the training text gets the smallest. Any bytes can be compressed.
     """
+    from underpar.core.run_folder import artifact_at
     from underpar.core.runtime import open_runtime
     from underpar.stages import use
 
-    summary = use.compress(artifact, source, out, open_runtime(device), open_progress(json))
+    runtime, progress = open_runtime(device), open_progress(json)
+    summary = use.compress(artifact_at(artifact), source, out, runtime, progress)
     results.show(json, summary, results.compressed(summary, source, out))
 
 
@@ -54,10 +56,11 @@ def decompress(
     The file names the artifact and the software that wrote it; others are refused, because other
     software may round probabilities differently. A checksum guards the result.
     """
+    from underpar.core.run_folder import artifact_at
     from underpar.core.runtime import open_runtime
     from underpar.stages import use
 
-    summary = use.decompress(artifact, source, out, open_runtime(device), any_machine)
+    summary = use.decompress(artifact_at(artifact), source, out, open_runtime(device), any_machine)
     results.show(json, summary, results.decompressed(summary, source, out))
 
 

@@ -21,7 +21,7 @@ from underpar.artifact.unpack import LazyArtifact
 from underpar.audit.case import DEFAULT_LIMITS
 from underpar.audit.finding import FAIL, VERDICTS
 from underpar.core.makers import maker_of
-from underpar.core.run_folder import RunFolder, write_json
+from underpar.core.run_folder import RunFolder, run_at, write_json
 from underpar.core.tensor_files import read_about
 from underpar.data.new_folder import new_folder
 from underpar.errors import RuleError, RunError
@@ -96,7 +96,7 @@ def write_submission(
     """Write the submission folder `out` of some runs; returns the content of submission.json."""
     # The folder appears complete or not at all.
     with new_folder(out, lambda folder: _check_replaceable(folder, overwrite)) as folder:
-        batch = sorted((read_run(RunFolder(path)) for path in runs), key=lambda run: run.seed)
+        batch = sorted((read_run(run_at(path)) for path in runs), key=lambda run: run.seed)
         script = train_script(batch[0].recipe)
         with _expecting_values(*runs):
             require_one_batch(batch)

@@ -8,6 +8,7 @@ caller holds a lock, so that no other process writes the same partial file.
 import hashlib
 import http.client
 import re
+import shutil
 import time
 import urllib.error
 import urllib.request
@@ -76,14 +77,19 @@ def download_file(
     target: Path,
     connection: Connection,
     progress: Callable[[int], None],
+    cached: Path | None = None,
 ) -> bool:
-    """Download `file` to `target`; `progress` gets the bytes so far. False if it existed."""
+    """Download `file` to `target`; `progress` gets the bytes so far. False if it existed.
+
+    If the file `cached` has the listed checksum, it is copied. Any other is left alone.
+    """
     expected = file.sha256 or file.git_sha1
-    same_size = target.is_file() and target.stat().st_size == file.size
-    if same_size and _checksum(target, file) == expected:
+    if _is_listed(target, file):
         return False
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(target.name + ".part")
+    if cached is not None and _is_listed(cached, file):
+        shutil.copyfile(cached, part)
     # An old partial file may be damaged. After a wrong checksum, download once more from byte 0.
     for _ in range(2):
         _fill(part, url, file, connection, progress)
@@ -191,7 +197,7 @@ def _refusal(url: str, error: urllib.error.HTTPError) -> Exception:
     if code in (401, 403):
         return DataError(
             f"{url}: refused with {code}: the repository is gated, private or not there; "
-            "check its name, or pass --token with a token that may read it"
+            "check its name; set HF_TOKEN or pass --token with a token that may read it"
         )
     if code == 404:
         return DataError(f"{url}: not found (404); check repository, revision and file")
@@ -279,6 +285,11 @@ def _append(
                 out.write(chunk)
                 have += len(chunk)
                 progress(have)
+
+
+def _is_listed(path: Path, file: RemoteFile) -> bool:
+    same_size = path.is_file() and path.stat().st_size == file.size
+    return same_size and _checksum(path, file) == (file.sha256 or file.git_sha1)
 
 
 def _checksum(path: Path, file: RemoteFile) -> str:

@@ -1,7 +1,8 @@
 """Download published token sets, or any Hugging Face dataset repository, to a folder.
 
-Uses the standard library only. Every file is verified against the SHA-256 (small files: the git
-SHA-1) in the listing of the hub. The hub's own client does not verify its downloads.
+Needs the standard library only. Every file is verified against the SHA-256 (small files: the git
+SHA-1) in the listing of the hub. The hub's own client does not verify its downloads; a file in its
+cache is copied if it is the listed one.
 """
 
 import json
@@ -19,10 +20,10 @@ from underpar.core.locks import lock_folder
 from underpar.core.run_folder import write_json
 from underpar.data.folder import hash_file
 from underpar.data.sources.download import Connection, RemoteFile, download_file, read_page
+from underpar.data.sources.hub import HUB, cached_file
 from underpar.errors import DataError
 from underpar.recipe import nearest
 
-HUB = "https://huggingface.co"
 RECORD_NAME = "fetch.json"
 MAX_PAGE_BYTES = 1 << 24
 MAX_PAGES = 10_000
@@ -136,7 +137,8 @@ def _fetch(
         url = f"{base}/{quote(wanted.revision, safe='')}/{quote(file.path)}"
         report = _reporter(progress, file.path, done, total)
         try:
-            num_fetched += download_file(url, file, out / file.path, options, report)
+            cached = cached_file(wanted.repo, wanted.revision, file.path)
+            num_fetched += download_file(url, file, out / file.path, options, report, cached)
         except OSError as error:
             raise DataError(f"{out / file.path}: cannot be written: {error.strerror}") from error
         report(file.size)
