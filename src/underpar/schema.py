@@ -269,6 +269,8 @@ class QuantPart:
     lqer_group: int = 64
     lqer_symmetric: bool = False
     lqer_weighted: bool = True
+    # Chooses, factors and rounds corrections as PR 1797 does.
+    lqer_published: bool = added(False)
     tune_steps: int = 0
     tune_lr: float = 0.01
 

@@ -15,6 +15,7 @@ from underpar.errors import RecipeError
 from underpar.quant.allocate import Sensitivity
 from underpar.quant.calibration import Calibration
 from underpar.quant.gptq import damp, factor_inverse
+from underpar.quant.logsteps import from_index
 from underpar.quant.lowrank import Factor, LowRank
 from underpar.quant.lqer import (
     Norm,
@@ -215,6 +216,53 @@ def test_the_best_few_by_loss_a_byte_are_corrected() -> None:
         assert corrected(result) == expected
         assert all(result[n] is tensors[n] for n in tensors.keys() - expected)
         assert list(result) == list(tensors)
+
+
+@pytest.mark.parametrize("shape", [(48, 96), (96, 48), (64, 64)])
+def test_published_corrections_are_singular_vectors_rounded_from_their_largest_value(
+    shape: tuple[int, int],
+) -> None:
+    """PR 1797: A = U S in 2 bits with one step, B = V^T in 4 bits with one step per 32 entries."""
+    tensors, weights, calibration = case_of(weights_of(a=shape))
+    options = Settings(tensors=1, group=32, published=True)
+    tensor = correct(tensors, weights, calibration, None, options, CPU)["a"]
+    assert tensor.correction is not None
+    left, right = tensor.correction.left, tensor.correction.right
+    u, s, v = np.linalg.svd((weights["a"] - dequantize(tensors["a"])).astype(np.float64))
+    a, b = u[:, :4] * s[:4], v[:4]
+    # Singular vectors have no sign of their own.
+    signs = np.sign((right.values() * b).sum(1))
+    a, b = a * signs, b * signs[:, None]
+    steps = np.abs(a).max() / 1.5, np.abs(b).reshape(-1, 32).max(1) / 7.5
+    assert from_index(left.steps) == pytest.approx(steps[0], rel=0.022)
+    assert from_index(right.steps) == pytest.approx(steps[1], rel=0.022)
+    codes = np.clip(np.rint(a / from_index(left.steps)), -2, 1)
+    assert (codes == left.codes).mean() > 0.99
+    codes = np.clip(np.rint(b.reshape(-1, 32) / from_index(right.steps)[:, None]), -8, 7)
+    assert (codes.reshape(b.shape) == right.codes).mean() > 0.99
+
+
+def test_published_corrections_go_to_the_largest_errors() -> None:
+    tensors, weights, calibration = case_of(weights_of(a=(64, 64), b=(96, 64), c=(64, 64)))
+    # Even where no error costs anything, and finer steps would gain more.
+    costs = {n: Sensitivity(np.full(len(w), 1e-9), np.ones(64)) for n, w in weights.items()}
+    norms = {n: np.linalg.norm(weights[n] - dequantize(t)) for n, t in tensors.items()}
+    largest = sorted(norms, key=lambda name: -norms[name])
+    for number in (0, 1, 2, 3, 9):
+        options = Settings(tensors=number, published=True)
+        result = correct(tensors, weights, calibration, costs, options, CPU)
+        assert corrected(result) == set(largest[:number])
+
+
+def test_published_corrections_of_no_error_are_zero() -> None:
+    weights = weights_of(a=(32, 48))
+    tensors = {"a": round_tensor(weights["a"], parse_scheme("int8"))}
+    exact = {"a": dequantize(tensors["a"])}
+    calibration = Calibration({"a": torch.eye(48)}, {"a": 1}, 1)
+    options = Settings(tensors=1, published=True, symmetric=True)
+    tensor = correct(tensors, exact, calibration, None, options, CPU)["a"]
+    assert tensor.correction is not None and not tensor.correction.left.codes.any()
+    assert np.array_equal(dequantize(tensor), exact["a"])
 
 
 def test_white_errors_are_left_to_finer_steps() -> None:

@@ -255,15 +255,20 @@ def test_other_data_never_calibrate_a_run(
     assert folder.calibration_file.read_bytes() == before
 
 
-def test_corrections_reach_the_artifact(folder: RunFolder, tiny_run: TinyRun) -> None:
+@pytest.mark.parametrize("published", [False, True])
+def test_corrections_reach_the_artifact(
+    folder: RunFolder, tiny_run: TinyRun, published: bool
+) -> None:
     plain = with_rules(tiny_run.recipe, "blocks.*.weight gptq4:5", "*.weight int6", "* fp16")
     part = replace(plain, lqer_tensors=9, lqer_rank=1, lqer_left_bits=4, tune_steps=4)
+    part = replace(part, lqer_published=published)
     pack_run(folder, None, plain)
     before, _ = read_artifact(folder.artifact_file)
     pack_run(folder, None, part)
     after, _ = read_artifact(folder.artifact_file)
     corrected = [n for n, t in after.tensors.items() if t.correction is not None]
-    assert corrected and not any(t.correction for t in before.tensors.values())
+    assert corrected and (len(corrected) == 9 or not published)
+    assert not any(t.correction for t in before.tensors.values())
     halves = [n for n, t in after.tensors.items() if t.scheme.is_half]
     moved = [
         n for n in halves if not np.array_equal(after.tensors[n].steps, before.tensors[n].steps)

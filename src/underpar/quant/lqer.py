@@ -5,6 +5,9 @@ matrix. PR 1797 takes the leading singular vectors of E. Here the product is the
 norm of what an error D costs, sum_r g_r D_r H D_r^T. In this norm E is much nearer to low rank: in
 a small model, half of the cost of GPTQ's errors with a step per row was of rank 1.
 
+With `published` everything is as in PR 1797: the matrices with the largest errors, their leading
+singular vectors, and steps from the largest values. (But steps are stored as log steps.)
+
 B is rounded first, with the error feedback of GPTQ. A is then fitted to the rounded B by least
 squares, and rounded too. Steps are those of least cost. PR 1797 takes them from the largest value,
 which leaves 59 % of the energy of a Gaussian factor of 2 bits; the best step leaves 19 %.
@@ -25,7 +28,7 @@ from torch import Tensor
 from underpar.errors import RecipeError
 from underpar.quant.allocate import Sensitivity
 from underpar.quant.calibration import Calibration
-from underpar.quant.gptq import Options, damp, factor_inverse
+from underpar.quant.gptq import TINY, Options, damp, factor_inverse
 from underpar.quant.logsteps import LARGEST_INDEX, STEPS_PER_OCTAVE, from_index, to_index
 from underpar.quant.lowrank import Factor, LowRank
 from underpar.quant.schemes import QuantizedModel, QuantizedTensor, dequantize
@@ -43,8 +46,8 @@ class Settings:
 
     The left factor has one step, and the right factor one step for each `group` entries in row
     order. With `symmetric`, each row of both factors has a step. With `weighted`, the norm counts
-    what errors cost; without it all errors of a matrix cost the same, as in PR 1797. `damping` is
-    that of GPTQ.
+    what errors cost; without it all errors of a matrix cost the same. `damping` is that of GPTQ.
+    With `published`, matrices are chosen and factors rounded as in PR 1797, whatever errors cost.
     """
 
     tensors: int = 0
@@ -54,6 +57,7 @@ class Settings:
     group: int = 64
     symmetric: bool = False
     weighted: bool = True
+    published: bool = False
     damping: float = Options.damping
 
     def __post_init__(self) -> None:
@@ -77,6 +81,7 @@ def settings_of(part: QuantPart) -> Settings:
         part.lqer_group,
         part.lqer_symmetric,
         part.lqer_weighted,
+        part.lqer_published,
     )
 
 
@@ -113,6 +118,9 @@ def correct(
     """
     if not settings.tensors:
         return dict(tensors)
+    if settings.published:
+        names = [n for n in calibration.hessians if n in tensors and _is_matrix(tensors[n])]
+        return correct_as_published(tensors, {n: weights[n] for n in names}, settings, device)
     # q, k and v share a Hessian: its factor is computed once.
     sharing: dict[int, list[str]] = {}
     for name, hessian in calibration.hessians.items():
@@ -135,6 +143,58 @@ def correct(
             corrected[name] = replace(plain, correction=correction)
     best = sorted(gains, key=lambda name: (-gains[name], name))[: settings.tensors]
     return {**tensors, **{name: corrected[name] for name in best if gains[name] > 0}}
+
+
+@torch.no_grad()
+def correct_as_published(
+    tensors: QuantizedModel,
+    weights: Mapping[str, np.ndarray],
+    settings: Settings,
+    device: torch.device,
+) -> QuantizedModel:
+    """The model with corrections of those `weights` that have the largest errors (PR 1797)."""
+    plain = {name: replace(tensors[name], correction=None) for name in weights}
+    errors = {name: weights[name] - dequantize(tensor) for name, tensor in plain.items()}
+    largest = sorted(errors, key=lambda name: (-float(np.linalg.norm(errors[name])), name))
+    corrected = {}
+    for name in largest[: settings.tensors]:
+        error = torch.from_numpy(errors[name]).to(device).double()
+        left, right = singular_factors(error, settings.rank)
+        whole = settings.rank if settings.symmetric else left.numel()
+        group = error.shape[1] if settings.symmetric else settings.group
+        correction = LowRank(
+            round_to_largest(left, settings.left_bits, whole),
+            round_to_largest(right, settings.right_bits, group),
+        )
+        corrected[name] = replace(plain[name], correction=correction)
+    return {**tensors, **corrected}
+
+
+def singular_factors(error: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """U S (R, k) and V^T (k, C) of the leading singular vectors, the largest first."""
+    tall = len(error) > error.shape[1]
+    matrix = error if tall else error.T
+    # Eigenvectors of the shorter side are exact, and reproducible unlike randomized methods.
+    vectors = torch.linalg.eigh(matrix.T @ matrix).eigenvectors.flip(1)[:, :rank]
+    others = matrix @ vectors
+    if tall:
+        return others, vectors.T
+    values = others.norm(dim=0).clamp_min(TINY)
+    return vectors * values, (others / values).T
+
+
+def round_to_largest(values: Tensor, bits: int, group: int) -> Factor:
+    """A factor with the step of each group from its largest value, which is half a step beyond.
+
+    Integers reach from -2^(bits-1) to 2^(bits-1) - 1.
+    """
+    limit = 2 ** (bits - 1)
+    runs = torch.nn.functional.pad(values.flatten().abs(), (0, -values.numel() % group))
+    largest = runs.view(-1, group).amax(1).cpu().numpy()
+    indices = to_index(largest / (limit - 0.5))
+    steps = _spread(indices, group, values)
+    codes = (values / steps).round().clamp(-limit, limit - 1)
+    return Factor(codes.cpu().numpy().astype(np.int8), indices, group)
 
 
 def _is_matrix(tensor: QuantizedTensor) -> bool:
