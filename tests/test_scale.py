@@ -18,8 +18,8 @@ from underpar.recipe import Recipe, load_recipe, scaled_values, to_toml, to_tree
 from underpar.stages.train import begin_run, make_trainer
 from underpar.train.step import step_of
 
-PUBLISHED = ("pr2014", "pr2135", "pr1894", "pr1219")
-EMA = ("pr2014", "pr2135", "pr1219")
+PUBLISHED = ("pr2014", "pr2135", "pr1894", "pr1493", "pr1219")
+EMA = ("pr2014", "pr2135", "pr1493", "pr1219")
 
 
 def step_tokens(recipe: Recipe) -> int:
@@ -53,7 +53,7 @@ def test_one_gpu_scales_batch_and_steps_and_leaves_the_rest(name: str) -> None:
 
 def test_an_average_covers_fewer_steps(tmp_path: Path) -> None:
     decays = {name: load_recipe(f"{name}+one-gpu").levers["ema"]["decay"] for name in EMA}
-    assert decays == {"pr2014": 0.986, "pr2135": 0.986, "pr1219": 0.988}
+    assert decays == {"pr2014": 0.986, "pr2135": 0.986, "pr1493": 0.986, "pr1219": 0.988}
     short = stack(tmp_path, "[levers.ema]\ndecay = 0.5\n", "[scale]\nsteps = 0.25\n")
     with pytest.raises(RecipeError, match=r"scale.steps = 0.25: an average with decay 0.5"):
         load_recipe(short)

@@ -20,7 +20,7 @@ from underpar.recipe import ModelSpec, load_recipe
 # Largest difference between two ways to compute the same hidden states, fp32.
 TOLERANCE = 1e-5
 SPEC = ModelSpec(num_layers=1, dim=32, num_heads=4, num_kv_heads=2, context=150)
-PUBLISHED = ("pr2014", "pr2135", "pr1894", "pr1219")
+PUBLISHED = ("pr2014", "pr2135", "pr1894", "pr1493", "pr1219")
 
 
 def make_documents(lengths: list[int], seed: int = 0) -> list[np.ndarray]:

@@ -23,13 +23,21 @@ TOLERANCE = 1e-5
 # Relative, in half precision, for lanes that are rescaled.
 HALF_TOLERANCE = 2**-7
 
-COUNTS = {"pr2014": 35_945_673, "pr2135": 35_945_673, "pr1894": 35_947_108, "pr1219": 30_125_660}
+COUNTS = {
+    "pr2014": 35_945_673,
+    "pr2135": 35_945_673,
+    "pr1894": 35_947_108,
+    "pr1493": 35_944_536,
+    "pr1219": 30_125_660,
+}
 # Decoder layers in turn, each < the encoder layer whose output enters there, a mark for a repeat.
 PAIRINGS = {
     ("pr2014", 0.0): "5<4 6<3 7<2 8<1 9<0 10",
     ("pr2014", 1.0): "5<4' 3<3' 4<5 5<4 6<3 7<2 8<1 9<0 10",
     ("pr1894", 0.0): "5<4 6<3 7<2 8<1 9<0 10",
     ("pr1894", 1.0): "5<4' 3<3' 4<5 5<4 6<3 7 8 9 10",
+    ("pr1493", 0.0): "5<4 6<3 7<2 8<1 9<0 10",
+    ("pr1493", 1.0): "5<4' 3<3' 4<5 5<4 6<3 7<2 8<1 9<0 10",
     ("pr1219", 1.0): "5<4 6<3 7<2 8<1 9<0 10",
 }
 
@@ -183,7 +191,9 @@ def test_12_plans_by_repeats(repeats: int, num_visits: int) -> None:
     assert [v.decoder for v in model.plan] == [-1] * half + list(range(num_visits - half))
 
 
-@pytest.mark.parametrize(("name", "start"), [("pr2014", 0.35), ("pr2135", 0.35), ("pr1894", 0.42)])
+@pytest.mark.parametrize(
+    ("name", "start"), [("pr2014", 0.35), ("pr2135", 0.35), ("pr1894", 0.42), ("pr1493", 0.35)]
+)
 def test_12_published_plans(name: str, start: float) -> None:
     model = randomized(name)
     unlooped = [0, 1, 2, 3, 4], [5, 6, 7, 8, 9, 10]
