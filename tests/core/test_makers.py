@@ -13,7 +13,7 @@ from underpar.core.run_folder import RunFolder, artifact_at, run_at
 from underpar.errors import RunError
 
 # Continued or written beside; nobody asks for them.
-NO_MAKER = {"checkpoint.safetensors", "report.html"}
+NO_MAKER = {"checkpoint.safetensors", "failure.json", "report.html"}
 
 
 def test_every_file_of_a_run_has_a_maker(tmp_path: Path) -> None:

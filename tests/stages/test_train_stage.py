@@ -1,4 +1,4 @@
-"""What `train` refuses before its first step: models that cannot be packed, batches too large."""
+"""What `train` refuses before its first step, and what it leaves of a run that fails."""
 
 import re
 from dataclasses import replace
@@ -13,9 +13,15 @@ from underpar.build.model import weight_shapes
 from underpar.cli import app
 from underpar.core.run_folder import RunFolder
 from underpar.core.runtime import Runtime, free_memory_bytes
-from underpar.errors import RecipeError
+from underpar.errors import RecipeError, RunError
 from underpar.recipe import Recipe, list_recipes, load_recipe
-from underpar.stages.train import require_memory, require_packable, require_scored_lengths, train
+from underpar.stages.train import (
+    require_memory,
+    require_packable,
+    require_scored_lengths,
+    telling_why,
+    train,
+)
 
 
 @pytest.mark.parametrize("name", list_recipes())
@@ -87,3 +93,31 @@ def test_nothing_is_written_before_the_refusal(
         with pytest.raises(RecipeError, match=r"GB are free|the cap is 5000"):
             train(recipe, tiny_run.data, RunFolder(tmp_path / "run"), runtime)
         assert not (tmp_path / "run").exists()
+
+
+def test_a_run_says_why_it_ended_before_its_time(tmp_path: Path, runtime: Runtime) -> None:
+    folder = RunFolder(tmp_path)
+
+    def reason() -> object:
+        return folder.read_json(folder.failure_file)["reason"]
+
+    with (
+        pytest.raises(RunError, match="the loss is nan"),
+        telling_why(folder, runtime, lambda: None),
+    ):
+        raise RunError("stopped at step 6: the loss is nan")
+    assert reason() == "stopped at step 6: the loss is nan"
+    with telling_why(folder, runtime, lambda: "0.2 nats behind"):
+        # A run that goes on has not failed yet.
+        assert not folder.failure_file.exists()
+    assert reason() == "0.2 nats behind"
+    # Ctrl-C leaves a run that can continue.
+    with pytest.raises(KeyboardInterrupt), telling_why(folder, runtime, lambda: None):
+        raise KeyboardInterrupt
+    assert not folder.failure_file.exists()
+
+
+def test_a_run_knows_its_date_and_the_bytes_of_its_text(tiny_run: TinyRun) -> None:
+    about = tiny_run.folder.read_json(tiny_run.folder.about_file)
+    assert re.fullmatch(r"20\d\d-\d\d-\d\d", about["date"])
+    assert about["train_bytes"] > about["train_tokens"] > 0

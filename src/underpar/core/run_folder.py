@@ -128,6 +128,7 @@ class RunFolder:
     broken.safetensors       train        the batches of a step whose loss was not finite
     weights.safetensors      train        the final weights
     validation.json          train        bits per byte of held-out text, before quantization
+    failure.json             train        why the run ended before its time
     tokenizer.model          train        the tokenizer of the training data
     calibration.safetensors  calibrate    inputs of the matrices, and what errors in them cost
     quantized.safetensors    quantize     integers and steps, before entropy coding
@@ -137,7 +138,7 @@ class RunFolder:
     score-*.json             score        a file per method, with a ledger of documents
     score-*.partial          score        the state of a stopped score
     audit.json               audit        verdict and findings
-    report.html              report       all of it on one page
+    report.html, .md         report       all of it on one page, and in short for pasting
     """
 
     path: Path
@@ -184,6 +185,11 @@ class RunFolder:
     def validation_file(self) -> Path:
         """Bits per byte of live and averaged weights, before they are quantized."""
         return self.path / "validation.json"
+
+    @property
+    def failure_file(self) -> Path:
+        """Why training ended before its time; absent while it trains, and after a kill."""
+        return self.path / "failure.json"
 
     @property
     def tokenizer_file(self) -> Path:

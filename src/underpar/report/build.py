@@ -17,7 +17,8 @@ from underpar.errors import RunError
 from underpar.report import charts
 from underpar.report.charts import Bar, Dot, Labels, Line, Mark, Segment
 from underpar.report.facts import RunReport, ScoreResult, Step
-from underpar.report.gather import gather
+from underpar.report.gather import gather, show
+from underpar.report.told import sentence, to_markdown
 from underpar.score.ledger import Entry
 
 # Most points of a curve, places with a tooltip, dots: more would only make the file larger.
@@ -47,9 +48,14 @@ class Stage:
 
 
 def build_report(folders: Sequence[RunFolder], out: Path) -> Path:
-    """Write the page of one run, or of several with a comparison first, to the file `out`."""
+    """Write the page of one run, or of several with a comparison first, to the file `out`.
+
+    A file beside it, with the ending .md, has the same in short.
+    """
     if not folders:
         raise RunError("no run to report on; give at least one run folder")
+    if out.suffix == ".md":
+        raise RunError(f"{out}: the page is HTML; the Markdown file is written beside it")
     if out.is_dir():
         raise RunError(f"{out} is a folder; give the name of a file, as in {out / 'report.html'}")
     with ExitStack() as locks:
@@ -60,6 +66,8 @@ def build_report(folders: Sequence[RunFolder], out: Path) -> Path:
         runs = [gather(folder) for folder in folders]
         # Strings of JSON may contain lone surrogates, which UTF-8 cannot encode.
         write_atomic(out, render(runs).encode(errors="replace"))
+        short = to_markdown(runs, __version__)
+        write_atomic(out.with_suffix(".md"), short.encode(errors="replace"))
     return out
 
 
@@ -78,6 +86,7 @@ def render(runs: Sequence[RunReport]) -> str:
     return environment.from_string(source).render(
         runs=runs,
         figures=[draw(run) for run in runs],
+        sentences=[sentence(run) for run in runs],
         clocks=[clock_of(run) for run in runs],
         overlay=overlay_chart(runs),
         same_data=len({s.data_identity for run in runs for s in run.scores.values()}) <= 1,
@@ -94,7 +103,7 @@ def draw(run: RunReport) -> dict[str, str]:
         drawn |= {"loss": loss_chart(run.steps), "rate": rate_chart(run.steps)}
     if run.sizes:
         total, cap = run.sizes.total_bytes, run.sizes.cap_bytes
-        drawn["bytes"] = charts.bar_chart([byte_bar(*kind, total) for kind in run.sizes.classes])
+        drawn["bytes"] = charts.bar_chart([byte_bar(*part, total) for part in run.sizes.parts])
         used = Segment(total, f"{total:,} bytes of {cap:,}", 0 if total <= cap else 1)
         label = f"{percent_text(total / cap)} of the cap" if cap else "no cap"
         room = f"{abs(cap - total):,} bytes {'left' if total <= cap else 'over'}"
@@ -218,6 +227,7 @@ FILTERS: dict[str, Callable[..., Any]] = {
     "bpb": number_text,
     "fixed": number_text,
     "bytes": bytes_text,
+    "show": show,
     "percent": percent_text,
     "change": change_text,
     "seconds": seconds_text,

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
+from underpar.report.ancestry import Ancestry
 from underpar.score.ledger import Score
 
 Pairs = tuple[tuple[str, str], ...]
@@ -44,6 +45,11 @@ class Sizes:
     num_weights: int
     classes: tuple[tuple[str, float], ...]
     tensors: tuple[TensorSize, ...]
+
+    @property
+    def parts(self) -> list[tuple[str, float]]:
+        """The classes in words, and every lever by its name."""
+        return parts_of(dict(self.classes), [(t.name, t.num_bytes) for t in self.tensors])
 
 
 # The classes of a budget, in words.
@@ -167,11 +173,20 @@ class RunReport:
     recipe_hash: str | None
     about: Pairs
     recipe: tuple[tuple[str, Pairs], ...]
+    ancestry: Ancestry | None
+    # Why training ended before its time; empty if it did not, or if nothing says so.
+    failure: str
+    is_trained: bool
     steps: tuple[Step, ...]
     sizes: Sizes | None
     scores: dict[str, ScoreResult]
     audit: AuditResult | None
     artifact_sha256: str | None
+
+    @property
+    def title(self) -> str:
+        """The recipe in words, or the name of the folder."""
+        return self.ancestry.title if self.ancestry else self.name
 
     def facts(self) -> Pairs:
         """The content of run.json, then the artifacts, data and devices that the results name."""

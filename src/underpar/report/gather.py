@@ -17,6 +17,7 @@ from underpar.core.run_folder import RunFolder
 from underpar.data.folder import hash_file
 from underpar.errors import RunError
 from underpar.recipe import read_toml
+from underpar.report.ancestry import ancestry_of
 from underpar.report.facts import (
     AuditResult,
     Comparison,
@@ -48,13 +49,19 @@ def gather(folder: RunFolder) -> RunReport:
 
 def _gather(folder: RunFolder) -> RunReport:
     about = _read(folder, folder.about_file)
+    failure = _read(folder, folder.failure_file)
     artifact = folder.artifact_file
+    # The file is shown as it is: resolving its base could read files outside the folder.
+    recipe = read_toml(str(folder.recipe_file)) if folder.recipe_file.exists() else {}
     return RunReport(
         name=folder.path.resolve().name,
         path=str(folder.path),
         recipe_hash=about.text("recipe_hash") if about else None,
         about=tuple(flatten(about.values)) if about else (),
-        recipe=_recipe(folder.recipe_file),
+        recipe=tuple(_sections("", recipe)),
+        ancestry=ancestry_of(recipe) if recipe else None,
+        failure=failure.text("reason") if failure else "",
+        is_trained=folder.weights_file.exists() or artifact.exists(),
         steps=_steps(folder),
         sizes=_sizes(_read(folder, folder.budget_file)),
         scores=_scores(folder),
@@ -65,13 +72,6 @@ def _gather(folder: RunFolder) -> RunReport:
 
 def _read(folder: RunFolder, path: Path) -> Fields | None:
     return folder.read_fields(path) if path.exists() else None
-
-
-def _recipe(path: Path) -> tuple[tuple[str, Pairs], ...]:
-    # The file is shown as it is: resolving its base could read files outside the folder.
-    if not path.exists():
-        return ()
-    return tuple(_sections("", read_toml(str(path))))
 
 
 def _sections(prefix: str, table: dict[str, Any]) -> Iterator[tuple[str, Pairs]]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ from underpar.core.versions import device_name, versions
 from underpar.data.folder import DataFolder, data_identity, data_sha256, load_data
 from underpar.data.shards import Shard
 from underpar.data.tokens.tokenizer import Tokenizer
-from underpar.errors import RecipeError, RunError
+from underpar.errors import RecipeError, RunError, one_line
 from underpar.kernels.attention import backend_of
 from underpar.quant.rules import check_rules
 from underpar.recipe import Recipe, TrainPart
@@ -145,10 +147,11 @@ def _train(
             progress.note,
         )
         ask_main(lambda: begin_run(folder, recipe, data_path, data, runtime, asked), runtime)
-        finished = trainer.run(on_step)
-        if finished and needs_calibration(recipe):
-            task.update(1, "calibrating")
-            calibrate_run(folder, data, runtime.for_float64)
+        with telling_why(folder, runtime, lambda: stopped):
+            finished = trainer.run(on_step)
+            if finished and needs_calibration(recipe):
+                task.update(1, "calibrating")
+                calibrate_run(folder, data, runtime.for_float64)
 
     summary = {"finished": finished, "run": str(folder.path), "recipe_hash": recipe.hash}
     summary |= {"attention": backend_of(runtime.device, runtime.dtype)}
@@ -157,6 +160,24 @@ def _train(
     keys = ("step", "tokens", "start_seconds", "seconds", "loss")
     summary |= {key: last[key] for key in keys if key in last}
     return summary | (validation_of(folder) if finished and runtime.is_main else {})
+
+
+@contextmanager
+def telling_why(
+    folder: RunFolder, runtime: Runtime, stopped: Callable[[], str | None]
+) -> Iterator[None]:
+    """If training ends inside before its time, failure.json says why; the report shows it."""
+    if runtime.is_main:
+        folder.failure_file.unlink(missing_ok=True)
+    try:
+        yield
+        reason = stopped()
+    except Exception as error:
+        if runtime.is_main:
+            write_json(folder.failure_file, {"reason": one_line(error)})
+        raise
+    if reason and runtime.is_main:
+        write_json(folder.failure_file, {"reason": reason})
 
 
 def make_trainer(
@@ -231,14 +252,17 @@ def begin_run(
     wanted = {"recipe_hash": recipe.hash, "data_identity": data_identity(data)}
     if asked is not None and asked.hash != recipe.hash:
         wanted["asked_recipe_hash"] = asked.hash
+    begun = folder.read_json(folder.about_file) if folder.about_file.exists() else {}
     folder.write_recipe(recipe)
     write_atomic(folder.tokenizer_file, data.tokenizer.content)
     write_json(
         folder.about_file,
         {
             **wanted,
+            "date": begun.get("date") or datetime.now(UTC).date().isoformat(),
             "data": str(data_path),
             "train_tokens": data.train.num_tokens,
+            "train_bytes": data.train.num_bytes,
             "tokenizer_identity": data.tokenizer.identity,
             "num_weights": sum(torch.Size(s).numel() for s in weight_shapes(recipe).values()),
             "device": device_name(runtime.device),
