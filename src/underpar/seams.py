@@ -351,6 +351,10 @@ class Adapter(Protocol):
     def attach(self, model: Any) -> None:
         """Add what the adapter needs to the model, once: hooks, and parameters under `levers`."""
 
+    def foresee(self, num_chunks: int) -> bool:
+        """Called once before the first chunk, with the number of chunks of the text; True if the
+        adapter uses it, as a score pays for what a decoder must be told."""
+
     def parameters(self, named: Mapping[str, Tensor]) -> list[Tensor]:
         """The tensors that this adapter changes, out of those that no adapter before it took."""
 

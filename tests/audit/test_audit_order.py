@@ -14,7 +14,14 @@ from lever_stacks import randomized
 from underpar.artifact.unpack import Artifact
 from underpar.audit.order import wrong_events
 from underpar.audit.probes import own_targets_matter
-from underpar.audit.traces import TOLERANCE, Commit, Experiment, Trace, for_probes
+from underpar.audit.traces import (
+    PROBE_CHUNKS,
+    TOLERANCE,
+    Commit,
+    Experiment,
+    Trace,
+    for_probes,
+)
 from underpar.build.levers import resolve_levers
 from underpar.build.scoring import ScoringRequest, mixture_of, open_method, run_method
 from underpar.core.runtime import Runtime
@@ -27,7 +34,7 @@ from underpar.quant.rounding import round_tensor
 from underpar.quant.schemes import parse_scheme
 from underpar.recipe import load_recipe
 from underpar.score.ledger import Score
-from underpar.score.method import PUBLISHED, Method
+from underpar.score.method import COUNT_BITS, PUBLISHED, Method
 from underpar.score.ttt import scorer
 from underpar.score.ttt.lanes import Hints, LaneBatch
 from underpar.score.ttt.reading import KeptLanes, Reread
@@ -54,7 +61,11 @@ ALL_SORTED: Case = (Method(EVERYTHING, order=PUBLISHED), (LORA, TILT, PHASES))
 SCALES: Case = (Method(("adapt_scales",)), ())
 FIXED: Case = (Method(("tilt",)), (TILT,))
 FLAT: Case = (Method(("tilt",), stride=4, flat=True), (TILT,))
+SGD = "levers.stream_sgd={lr=0.1, horizon_chunks=20}"
+CHUNKS: Case = (Method(("stream_sgd", "tilt"), stride=4, flat=True), (SGD, TILT))
 HONEST = {
+    "flat chunks": CHUNKS,
+    "chunks of windows": (Method(("stream_sgd",), stride=4), (SGD,)),
     "adapt_scales": SCALES,
     "adapt_bias": (Method(("adapt_bias",)), ()),
     "kept": KEPT,
@@ -160,6 +171,17 @@ def test_the_published_order_knows_lengths(artifact: Artifact) -> None:
     assert tokens_matter(artifact, ALL_SORTED) > 0
     for case in (SORTED, ALL_SORTED):
         assert wrong_events(run(artifact, case)[0], NUM_TARGETS) == 0
+
+
+def test_a_rate_that_falls_over_the_text_knows_its_length_and_is_told(artifact: Artifact) -> None:
+    told = "levers.stream_sgd={lr=0.1, cosine=true}"
+    case = (CHUNKS[0], (told, TILT))
+    assert run(artifact, case)[0].side_bits == COUNT_BITS
+    assert lengths_matter(artifact, case) > 0
+    # In a probe the number of chunks is the same whatever the lengths are, as if it had been told.
+    _, recipe = open_method(RECIPE, *case)
+    probed = for_probes(recipe, SHARD, stride=4).levers["stream_sgd"]
+    assert (probed["cosine"], probed["horizon_chunks"]) == (False, PROBE_CHUNKS)
 
 
 class LearnsFirst(Predictor):

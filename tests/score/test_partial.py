@@ -55,6 +55,10 @@ WAYS: dict[str, tuple[Method, Sequence[str]]] = {
     "flat": (Method(stride=4, flat=True), SMALL),
     "scales": (Method(("adapt_scales",)), SMALL),
     "stream": (Method(("stream_sgd", "adapt_bias")), [*SMALL, "levers.stream_sgd.lr=0.1"]),
+    "flat chunks": (
+        Method(("stream_sgd",), stride=4, flat=True),
+        [*SMALL, "levers.stream_sgd={lr=0.1, cosine=true}"],
+    ),
     "hedge": (Method(("counts", "match")), [*SMALL, *EXPERTS]),
     "late": (Method(("adapt_scales",), seconds=1e-9), SMALL),
     "lanes": (Method(("lora_ttt",)), LANES),

@@ -176,18 +176,13 @@ def test_two_ranks_give_the_same_totals(
             assert two[key] == one[key], (method, key)
 
 
-def test_adapting_needs_an_adapter_one_rank_and_plain_windows(
+def test_adapting_needs_an_adapter_and_flat_windows_a_stride(
     tiny_run: TinyRun, shard: Shard, runtime: Runtime
 ) -> None:
-    bare, able = open_predictor(tiny_run, adapts=False), open_predictor(tiny_run)
+    bare = open_predictor(tiny_run, adapts=False)
     plain = Scorer(bare, shard, runtime, Clock(), ScorePart())
-    adapting = replace(plain, predictor=able, adapts=True)
     with pytest.raises(RuleError, match="names no adapter"):
         replace(plain, adapts=True).run()
-    with pytest.raises(RuleError, match="single rank"):
-        replace(adapting, runtime=Runtime(torch.device("cpu"), 0, 2)).run()
-    with pytest.raises(RuleError, match="leave out --stride"):
-        replace(adapting, method=Method(stride=64)).run()
     with pytest.raises(RuleError, match="give --stride"):
         replace(plain, method=Method(flat=True)).run()
 

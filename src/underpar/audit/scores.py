@@ -20,7 +20,7 @@ from underpar.core.versions import device_name
 from underpar.data.xz import xz_bytes
 from underpar.recipe import to_tree
 from underpar.score.ledger import Entry, Score
-from underpar.score.method import ADAPT, STOP_BITS, method_from_dict
+from underpar.score.method import ADAPT, COUNT_BITS, STOP_BITS, method_from_dict
 from underpar.score.tally import num_targets_of
 
 # The largest relative difference of a repeated score: in fp32 without learning, and otherwise. The
@@ -69,9 +69,16 @@ def _impossible(case: Case, score: Score) -> str:
         return f"its order is {method.order}, and it says {score.order!r:.40}"
     if any(not _is_possible(entry) for entry in score.entries):
         return "bits of a document are not positive and finite"
-    if score.side_bits != (STOP_BITS if score.stopped_at >= 0 else 0.0):
+    if score.side_bits != _side_bits(score):
         return f"{score.side_bits:g} bits of side information do not belong to its method"
     return ""
+
+
+def _side_bits(score: Score) -> float:
+    """What a decoder has to be told: where learning stopped, how many chunks there are."""
+    levers = score.how.get("settings", {}).values()
+    counts = any(settings.get("cosine") for settings in levers)
+    return STOP_BITS * (score.stopped_at >= 0) + COUNT_BITS * counts
 
 
 def _has_recipe_settings(case: Case, score: Score) -> bool:

@@ -29,6 +29,8 @@ TOLERANCE = 1e-4
 # In a probe: the most tokens between two updates, documents per lane, and the divisor of the limits
 # of short chunks, so that a short document has chunks of all sizes.
 CHUNK_TOKENS, LANE_DOCUMENTS, SHORTER = 160, 3, 16
+# Chunks over which a rate falls that falls over the whole text.
+PROBE_CHUNKS = 12
 # A document that is shortened ends so many targets after its last price, at most.
 MOST_SPARE = 4
 
@@ -169,19 +171,26 @@ def random_beginnings(
     return with_documents(picked, [picked.doc(i)[:length] for i, length in enumerate(most)])
 
 
-def for_probes(recipe: Recipe, shard: Shard) -> Recipe:
-    """The recipe for a probe's short text: several updates, several documents per lane, and chunks
-    of all sizes in a document."""
+def for_probes(recipe: Recipe, shard: Shard, stride: int = 0) -> Recipe:
+    """The recipe for a probe's short text: several updates, several documents per lane, chunks of
+    all sizes in a document, and with a `stride` several windows."""
     # Independent of the lengths of documents, because a probe changes them.
     score = replace(recipe.score, adapt_tokens=min(recipe.score.adapt_tokens, CHUNK_TOKENS))
     levers = dict(recipe.levers)
+    for name, settings in recipe.levers.items():
+        if settings.get("cosine"):
+            # A decoder is told the number of chunks, so it stays when lengths change.
+            levers[name] = settings | {"cosine": False, "horizon_chunks": PROBE_CHUNKS}
     if (lora := levers.get("lora_ttt")) is not None:
         most = max(2, shard.num_documents // LANE_DOCUMENTS)
         limits = (entry.split(":") for entry in lora["short"])
         short = tuple(f"{max(1, int(limit) // SHORTER)}:{size}" for limit, size in limits)
         side_by_side = {key: min(lora[key], most) for key in ("lanes", "group")}
         levers["lora_ttt"] = {**lora, **side_by_side, "short": short}
-    return replace(recipe, score=score, levers=levers)
+    model = recipe.model
+    if stride:
+        model = replace(model, context=min(model.context, max(stride, CHUNK_TOKENS)))
+    return replace(recipe, model=model, score=score, levers=levers)
 
 
 def replaced(

@@ -16,13 +16,14 @@ bit for bit.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from underpar.core.dist import sum_over_ranks
 from underpar.data.batch import Batch
 from underpar.errors import RuleError
 from underpar.infer.sgd import backward, gradients_on
@@ -31,6 +32,7 @@ from underpar.model.network import ROWS, Network, products
 from underpar.seams import Adapter, KVCache
 
 if TYPE_CHECKING:
+    from underpar.core.runtime import Runtime
     from underpar.infer.step import StepInputs, StepOutputs
 
 
@@ -124,15 +126,37 @@ class Predictor:
         """Learn from `batch`: the one that was priced last, and only once."""
         if batch is not self._priced:
             raise RuleError("adapt was given tokens that have not been priced; score them first")
+        self.learn([(batch, None)], len(batch.targets))
+
+    def learn(
+        self,
+        passes: Sequence[tuple[Batch, Tensor | None]],
+        num_targets: int,
+        runtime: Runtime | None = None,
+    ) -> None:
+        """Learn from `num_targets` targets, all of which the caller has priced.
+
+        `passes` are this rank's share of them: batches, and the rows of each that count, None for
+        all. The ranks of `runtime` add up their gradients and make the same steps.
+        """
         self._priced = None
-        batch = batch.to(self.device)
+        here = self.device
+        own = [(b.to(here), None if rows is None else rows.to(here)) for b, rows in passes]
         for epoch in range(max((adapter.epochs for adapter in self._adapters), default=0)):
             pairs = zip(self._adapters, self._shares, strict=True)
             active = [(adapter, share) for adapter, share in pairs if epoch < adapter.epochs]
-            with gradients_on([parameter for _, share in active for parameter in share]):
-                backward(self.model, batch, len(batch.targets), self.dtype)
+            parameters = [parameter for _, share in active for parameter in share]
+            with gradients_on(parameters):
+                for batch, rows in own:
+                    backward(self.model, batch, num_targets, self.dtype, rows)
+                if runtime is not None and runtime.world > 1:
+                    _sum_gradients(parameters, runtime)
                 for adapter, share in active:
                     adapter.update(share)
+
+    def foresee(self, num_chunks: int) -> bool:
+        """Tell adapters how often they will learn; True if one of them needs to know."""
+        return any([adapter.foresee(num_chunks) for adapter in self._adapters])
 
     @property
     def can_adapt(self) -> bool:
@@ -174,6 +198,14 @@ def _share(named: Mapping[str, Tensor], adapters: list[Adapter]) -> list[list[Te
         taken = {id(parameter) for share in shares for parameter in share}
         shares.append(adapter.parameters({n: p for n, p in named.items() if id(p) not in taken}))
     return shares
+
+
+def _sum_gradients(parameters: Sequence[Tensor], runtime: Runtime) -> None:
+    """Add up over ranks; a rank without a share of the chunk has no gradients of its own."""
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    sum_over_ranks([p.grad for p in parameters if p.grad is not None], runtime)
 
 
 def _under(prefix: str, state: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:

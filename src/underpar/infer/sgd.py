@@ -36,7 +36,8 @@ class Descent:
     """SGD at the rate `lr` with `momentum`, `epochs` steps per chunk.
 
     `clip` bounds the norm of the gradients; 0: no bound. With `horizon_chunks` the rate falls as a
-    cosine and is 0 at the last of that many chunks.
+    cosine and is 0 at the last of that many chunks; with `cosine` at the last chunk of the text,
+    whose number a decoder has to be told.
     """
 
     lr: float = 0.005
@@ -44,6 +45,7 @@ class Descent:
     clip: float = 1.0
     epochs: int = 1
     horizon_chunks: int = 0
+    cosine: bool = False
 
     def check(self, lever: str) -> None:
         """Refuse values that make no sense, naming the lever that has them."""
@@ -52,6 +54,8 @@ class Descent:
             require(value >= 0, f"levers.{lever}.{key} = {value}: expected 0 or more")
         share = self.momentum
         require(0 <= share < 1, f"levers.{lever}.momentum = {share}: expected 0 up to 1")
+        both = self.cosine and self.horizon_chunks
+        require(not both, f"levers.{lever}: cosine and horizon_chunks; choose one of them")
         few = 1 <= self.epochs <= MOST_EPOCHS
         require(few, f"levers.{lever}.epochs = {self.epochs}: expected 1 to {MOST_EPOCHS}")
 
@@ -77,6 +81,13 @@ class SGD:
     def epochs(self) -> int:
         """Steps per chunk."""
         return self.descent.epochs
+
+    def foresee(self, num_chunks: int) -> bool:
+        """Let the rate fall over the whole text, if it shall."""
+        if not self.descent.cosine:
+            return False
+        self.descent = replace(self.descent, cosine=False, horizon_chunks=num_chunks)
+        return True
 
     def rate(self, name: str) -> float:
         """The rate of one tensor, before the schedule."""
@@ -135,18 +146,29 @@ def gradients_on(parameters: Sequence[Tensor]) -> Iterator[None]:
             parameter.requires_grad_(required).grad = grad
 
 
-def backward(model: Network, batch: Batch, num_targets: int, dtype: torch.dtype) -> None:
-    """Add the gradients of the batch's summed nats divided by `num_targets`."""
-    device = batch.inputs.device
+def backward(
+    model: Network,
+    batch: Batch,
+    num_targets: int,
+    dtype: torch.dtype,
+    rows: Tensor | None = None,
+) -> None:
+    """Add the gradients of the batch's summed nats divided by `num_targets`.
+
+    With `rows` only the targets there count.
+    """
+    device, targets = batch.inputs.device, batch.targets
     with products(device, dtype):
         hidden = model.hidden(batch.inputs, PackedCache(batch.segments))
+    if rows is not None:
+        hidden, targets = hidden[rows], targets[rows]
 
     def loss(x: Tensor, targets: Tensor) -> Tensor:
         with products(device, dtype):
             logits = model.head(x)
         return F.cross_entropy(logits.float(), targets, reduction="sum") / num_targets
 
-    backward_head(hidden, batch.targets, loss)
+    backward_head(hidden, targets, loss)
 
 
 def train_on_stream(

@@ -176,7 +176,7 @@ def probe(artifact: Artifact, shard: Shard, request: ScoringRequest) -> dict[str
 
     def trace(short: Shard) -> list[Commit]:
         commits: list[Commit] = []
-        recipe = for_probes(artifact.recipe, short)
+        recipe = for_probes(artifact.recipe, short, request.method.stride)
         run_method(
             replace(artifact, recipe=recipe),
             short,

@@ -38,6 +38,8 @@ class Settings(Descent):
     `epochs`: SGD steps per chunk.
     `horizon_chunks`: number of chunks over which the rate falls to 0 as a cosine; 0 keeps it
     constant.
+    `cosine`: true lets the rate fall over all chunks of the text, as published; their number costs
+    32 bits.
     """
 
     lr: float = 2.0

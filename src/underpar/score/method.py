@@ -20,6 +20,8 @@ STREAM = "stream"
 PUBLISHED = "published"
 # The size of the number that tells a decoder at which step learning ended.
 STOP_BITS = 32.0
+# The size of the number of chunks, for rates that fall until the last one.
+COUNT_BITS = 32.0
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,16 @@
 """Score a shard unit by unit: predict, commit, and only then adapt.
 
-A unit is a few whole documents, or a group of windows that overlap or cross documents.
+A unit is a few whole documents, or a group of windows that overlap or cross documents. Adapters
+that follow the stream learn after every chunk of it. A chunk of windows is shared among ranks: each
+prices some windows, then all learn from the chunk once more cut into plain windows (PR 461, 549).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
+from dataclasses import dataclass, field, replace
+from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,11 +26,13 @@ from underpar.infer.predictor import Predictor
 from underpar.infer.tilt import Mixture
 from underpar.recipe import ScorePart
 from underpar.score.ledger import Score
-from underpar.score.method import PLAIN, Deadline, Method
+from underpar.score.method import COUNT_BITS, PLAIN, Deadline, Method
 from underpar.score.tally import OnCommit, OnShare, Tally
 from underpar.score.windows import (
+    STREAM,
     Window,
     chunk_documents,
+    chunk_windows,
     flat_windows,
     group_windows,
     isolated_windows,
@@ -47,12 +51,16 @@ LOOK_BACK = 2
 
 @dataclass(frozen=True)
 class Unit:
-    """Consecutive targets of the stream; without `windows` whole documents are packed."""
+    """Consecutive targets of the stream; without `windows` whole documents are packed.
+
+    `lessons` are the windows that adapters learn from; they own all of their targets.
+    """
 
     documents: range
     first: int
     num_targets: int
     windows: Sequence[Window] = ()
+    lessons: Sequence[Window] = ()
 
 
 @dataclass
@@ -84,6 +92,7 @@ class Scorer:
         """The score of the whole shard."""
         self._check()
         self.mixture.open(1, int(self._tally.expected.sum()))
+        told_bits = self._foresee()
         first = self._resume()
         for index, units in islice(enumerate(self._rounds()), first, None):
             if self.partial:
@@ -96,23 +105,27 @@ class Scorer:
                 batch, log_probs = self._predict(units, proposals)
                 for unit, proposed, log_p in zip(units, proposals, log_probs, strict=False):
                     self._commit(unit, proposed, log_p)
+                # Shares of one chunk are one event, however many ranks there are.
+                for unit in units[:1] if self.adapts else units:
+                    self._tally.note("price", unit.documents[0], unit.documents[-1])
             if learns:
-                assert batch is not None
                 with self.clock.phase("adapt"):
-                    self._adapt(batch, units[0].documents)
+                    self._adapt(batch, units)
             self._show()
-        return self._tally.score(self.method, self.clock, self._stopped_at)
+        return self._tally.score(self.method, self.clock, self._stopped_at, told_bits)
 
     def _check(self) -> None:
         method = self.method
         if self.adapts and not self.predictor.can_adapt:
             raise RuleError("this artifact's recipe names no adapter; add one under [levers]")
-        if self.adapts and self.runtime.world > 1:
-            raise RuleError("adapting follows one stream: score with --adapt on a single rank")
-        if self.adapts and method.stride:
-            raise RuleError("adapters learn from plain windows: leave out --stride")
         if method.flat and not method.stride:
             raise RuleError("--flat is for sliding windows: give --stride")
+
+    def _foresee(self) -> float:
+        """Tell adapters the number of chunks; returns what it costs to tell a decoder."""
+        if not self.adapts:
+            return 0.0
+        return COUNT_BITS * self.predictor.foresee(sum(1 for _ in self._units()))
 
     def _state(self) -> dict[str, Any]:
         """Everything that later prices depend on, between two rounds."""
@@ -149,34 +162,64 @@ class Scorer:
         return self._stopped_at >= 0
 
     def _rounds(self) -> Iterator[list[Unit]]:
-        """Units of the stream, one per rank at a time."""
+        """Units of the stream, one per rank at a time; adapters make it one chunk at a time."""
         units = self._units()
+        if self.adapts:
+            yield from map(self._shares, units)
+            return
         while round_ := list(islice(units, self.runtime.world)):
             yield round_
+
+    def _shares(self, chunk: Unit) -> list[Unit]:
+        """A chunk cut between windows, one part per rank; whole documents are not cut."""
+        if not chunk.windows:
+            return [chunk]
+        num, world, first = len(chunk.windows), self.runtime.world, chunk.first
+        shares = []
+        for begin, end in pairwise(sorted({num * rank // world for rank in range(world + 1)})):
+            windows = chunk.windows[begin:end]
+            num_targets = sum(window.length - window.owned for window in windows)
+            share = replace(chunk, first=first, num_targets=num_targets, windows=windows)
+            shares.append(share)
+            first += num_targets
+        return shares
 
     def _units(self) -> Iterator[Unit]:
         totals, starts, stride = self._tally.expected, self.shard.starts, self.method.stride
         context, size = self.predictor.context, self.part.batch_tokens
+        if self.adapts:
+            size = self.part.adapt_tokens
         if self.method.flat:
-            for group in group_windows(flat_windows(totals.tolist(), context, stride), size):
+            flat = flat_windows(totals.tolist(), context, stride)
+            for group in chunk_windows(flat, size) if self.adapts else group_windows(flat, size):
                 first, last = group[0], group[-1]
                 begin, end = first.start + first.owned, last.start + last.length
                 documents = np.searchsorted(starts, [begin, end - 1], side="right") - 1
-                yield Unit(range(documents[0], documents[1] + 1), begin, end - begin, group)
+                lessons = [
+                    Window(STREAM, start, min(context, end - start), 0)
+                    for start in range(begin, end, context)
+                ]
+                held = range(documents[0], documents[1] + 1)
+                yield Unit(held, begin, end - begin, group, lessons)
             return
         lengths = np.diff(starts, append=self.shard.num_tokens).tolist()
-        for chunk in chunk_documents(lengths, self.part.adapt_tokens if self.adapts else size):
-            counts = totals[chunk.start : chunk.stop]
-            windows: Sequence[Window] = ()
+        for chunk in chunk_documents(lengths, size):
+            counts = totals[chunk.start : chunk.stop].tolist()
+            windows, lessons = [], []
             if stride:
-                windows = list(isolated_windows(counts.tolist(), context, stride))
-            yield Unit(chunk, int(starts[chunk.start]), int(counts.sum()), windows)
+                windows = list(isolated_windows(counts, context, stride))
+                lessons = list(isolated_windows(counts, context, context))
+            yield Unit(chunk, int(starts[chunk.start]), sum(counts), windows, lessons)
 
     def _predict(
         self, units: Sequence[Unit], proposals: Sequence[Proposals]
     ) -> tuple[Batch | None, list[np.ndarray]]:
         """This rank's batch, and log-probabilities (n, 1 + K) of every rank's unit."""
         batch, priced, rank = None, None, self.runtime.rank
+        if self.adapts and not units[0].windows:
+            # Every rank prices and learns the whole chunk.
+            batch, log_p = self._price(units[0], proposals[0].hints)
+            return batch, [log_p]
         if rank < len(units):
             batch, log_p = self._price(units[rank], proposals[rank].hints)
             priced = (units[rank].first, log_p)
@@ -198,14 +241,35 @@ class Scorer:
             mixed = self.mixture.price(part, targets[rows], log_p[rows])
             self._tally.commit_stream(unit.first + begin, -mixed)
             self.mixture.settle()
-        self._tally.note("price", unit.documents[0], unit.documents[-1])
 
-    def _adapt(self, batch: Batch, documents: Sequence[int]) -> None:
-        """Learn from the documents priced last."""
-        self.predictor.adapt(batch)
+    def _adapt(self, batch: Batch | None, units: Sequence[Unit]) -> None:
+        """Learn from the chunk priced last."""
+        first, last = units[0], units[-1]
+        assert self._tally.has_priced(last.first + last.num_targets), "a target was not priced yet"
+        if batch is not None:
+            self.predictor.adapt(batch)
+        else:
+            num_targets = sum(unit.num_targets for unit in units)
+            self.predictor.learn(self._own_lessons(first), num_targets, self.runtime)
         # A GPU works on after the call returns; that time belongs to this phase.
         self.runtime.synchronize()
-        self._tally.note("adapt", documents[0], documents[-1])
+        self._tally.note("adapt", first.documents[0], first.documents[-1])
+
+    def _own_lessons(self, chunk: Unit) -> list[tuple[Batch, torch.Tensor | None]]:
+        """This rank's share of a chunk's lessons: batches, and the rows of targets in each."""
+        num, rank, world = len(chunk.lessons), self.runtime.rank, self.runtime.world
+        own = chunk.lessons[num * rank // world : num * (rank + 1) // world]
+        passes: list[tuple[Batch, torch.Tensor | None]] = []
+        for group in group_windows(own, self.part.batch_tokens):
+            batch, rows = self._pack_windows(group, self._begins(chunk, group))
+            passes.append((batch, torch.from_numpy(rows)))
+        return passes
+
+    def _begins(self, unit: Unit, windows: Sequence[Window]) -> list[int]:
+        """The token of the stream at which each window of a unit begins."""
+        starts, own = self.shard.starts, unit.documents
+        bases = (0 if w.document == STREAM else int(starts[own[w.document]]) for w in windows)
+        return [base + window.start for base, window in zip(bases, windows, strict=True)]
 
     def _targets(self, unit: Unit) -> np.ndarray:
         return np.asarray(self.shard.tokens[unit.first + 1 : unit.first + unit.num_targets + 1])
@@ -224,13 +288,10 @@ class Scorer:
 
     def _price_windows(self, unit: Unit, hints: np.ndarray) -> np.ndarray:
         """Each target in the window that owns it; windows share a pass but not their context."""
-        is_flat = unit.windows[0].document < 0
-        base = [0 if is_flat else int(self.shard.starts[d]) for d in unit.documents]
         done: list[np.ndarray] = []
         num_done = 0
         for group in group_windows(unit.windows, self.part.batch_tokens):
-            begins = [base[max(0, window.document)] + window.start for window in group]
-            batch, owned = self._pack_windows(group, begins)
+            batch, owned = self._pack_windows(group, self._begins(unit, group))
             # Windows own consecutive targets, in the order of the hints.
             rows = slice(num_done, num_done + len(owned))
             done.append(self._log_p(batch, hints[rows], owned)[owned])

@@ -66,6 +66,10 @@ class Tally:
         """Append an event."""
         self.events.append((kind, first, last))
 
+    def has_priced(self, num_targets: int) -> bool:
+        """True once so many targets are priced: the first ones, in the order of the stream."""
+        return bool(self._priced.sum() >= num_targets)
+
     def is_finished(self, document: int) -> bool:
         """True once all targets of a document are priced."""
         return bool(self._priced[document] == self.expected[document])
@@ -91,8 +95,11 @@ class Tally:
         self._bits, self._priced = state["bits"], state["priced"]
         self.events = [(kind, first, last) for kind, first, last in state["events"]]
 
-    def score(self, method: Method, clock: Clock, stopped_at: int) -> Score:
-        """The score, once every target is priced; `stopped_at` is -1 if learning never ended."""
+    def score(self, method: Method, clock: Clock, stopped_at: int, told_bits: float = 0.0) -> Score:
+        """The score, once every target is priced; `stopped_at` is -1 if learning never ended.
+
+        `told_bits` pay for what a decoder has to be told beforehand.
+        """
         return Score(
             method.label,
             self.entries(),
@@ -100,7 +107,7 @@ class Tally:
             self.events,
             method.order,
             stopped_at,
-            STOP_BITS if stopped_at >= 0 else 0.0,
+            told_bits + (STOP_BITS if stopped_at >= 0 else 0.0),
             method.as_dict(),
         )
 

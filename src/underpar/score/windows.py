@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from underpar.schema import require
 
@@ -76,6 +77,14 @@ def group_windows(windows: Iterable[Window], batch_tokens: int) -> Iterator[list
         filled += window.length
     if group:
         yield group
+
+
+def chunk_windows(windows: Iterable[Window], chunk_targets: int) -> Iterator[list[Window]]:
+    """Consecutive windows of a stream, grouped by the chunk of `chunk_targets` targets in which the
+    first target that a window owns lies (PR 549).
+    """
+    for _, group in groupby(windows, lambda window: (window.start + window.owned) // chunk_targets):
+        yield list(group)
 
 
 def chunk_documents(lengths: Sequence[int], chunk_tokens: int) -> Iterator[range]:

@@ -221,7 +221,9 @@ def rescorer(artifact: Artifact, runtime: Runtime, alphabet: np.ndarray | None =
             on_commit=on_commit,
             open_predictor=reopen,
         )
-        return run_method(replace(artifact, recipe=for_probes(recipe, shard)), shard, request)
+        return run_method(
+            replace(artifact, recipe=for_probes(recipe, shard, method.stride)), shard, request
+        )
 
     return rescore
 
