@@ -95,12 +95,14 @@ def test_an_audit_names_what_is_no_pass(verdicts: list[str], on_all: str, words:
 
 def test_bytes_of_levers_are_named_by_lever() -> None:
     tensors = [("levers.bigram.a", 20.0), ("levers.bigram.b", 15.5), ("levers.smear.w", 5.0)]
+    tensors.append(("levers.unheard.of", 1.5))
     parts = parts_of({"attn": 30, "levers": 40, "code": 7}, [*tensors, ("embedding.weight", 1.0)])
     assert parts == [
-        ("lever bigram", 35.5),
+        ("Bigram-hash embedding (bigram)", 35.5),
         ("attention", 30),
         ("code that decodes and scores", 7),
-        ("lever smear", 5.0),
+        ("SmearGate (smear)", 5.0),
+        ("lever unheard", 1.5),
     ]
 
 

@@ -13,11 +13,12 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from underpar.audit.rules import RULES
-from underpar.core.run_folder import RunFolder
+from underpar.core.run_folder import RunFolder, write_json
 from underpar.core.words import change_text, number_text, seconds_text
 from underpar.errors import RunError
 from underpar.recipe import load_recipe
-from underpar.report.build import build_report
+from underpar.report.build import GREY, build_report, clock_of
+from underpar.report.gather import gather
 
 VOID = {"meta", "br"}
 
@@ -99,8 +100,8 @@ def test_a_full_run_on_one_page(make_run: Any, tmp_path: Path) -> None:
 
 
 def test_every_chart_is_there(make_run: Any, tmp_path: Path) -> None:
-    # Cap, loss, rate, bytes, documents, clock; page_of reads each as XML.
-    assert len(charts_of(page_of(tmp_path, make_run()))) == 6
+    # Cap, results, loss, rate, bytes, documents, clock; page_of reads each as XML.
+    assert len(charts_of(page_of(tmp_path, make_run()))) == 7
 
 
 @pytest.mark.parametrize(
@@ -248,3 +249,46 @@ def test_seconds_text(seconds: float, expected: str) -> None:
 def test_numbers_in_words() -> None:
     assert (number_text(1234.5), number_text(1e30)) == ("1,234.5000", "1e+30")
     assert (change_text(0.75), change_text(1.5)) == ("25.0 % smaller", "50.0 % larger")
+
+
+def test_curves_are_in_bits_per_byte_with_held_out_points_and_results(
+    make_run: Any, tmp_path: Path, trees: Any
+) -> None:
+    lines = [trees["step"](step, 5.0) for step in range(1, 5)]
+    lines[1] |= {"val_bpb": 3.5, "average_val_bpb": 3.4}
+    about = {**trees["about"](), "train_tokens": 1000, "train_bytes": 2000}
+    folder = make_run(metrics=lines, about=about)
+    write_json(folder.validation_file, {"live_bpb": 3.2, "average_bpb": 3.1})
+    page = page_of(tmp_path, folder)
+    curve = charts_of(page)[2]
+    text = text_of(curve)
+    # 5 nats per token of 2 bytes.
+    assert f"{5 / math.log(2) / 2:.4f} bits per byte, smoothed" in text
+    assert "training text, bits per byte" in text
+    assert "after step 2 3.4000 bits" in text and "after step 4 3.1000 bits" in text
+    marks = ["packed, plain 3.0000", "packed, adapt 2.8500", "xz 4.0000"]
+    assert all(mark in text for mark in marks)
+    # Without a known number of bytes the curve stays in nats.
+    bare = make_run("bare", metrics=lines, plain=None, adapt=None)
+    assert "training text, nats per token" in text_of(page_of(tmp_path, bare))
+
+
+def test_results_are_bars_beside_xz(make_run: Any, tmp_path: Path) -> None:
+    bars = text_of(charts_of(page_of(tmp_path, make_run()))[1])
+    assert "xz -9 4.0000 bits per byte" in bars
+    assert "plain 3.0000 bits per byte, 25.0 % smaller" in bars
+    assert "adapt 2.8500 bits per byte, 28.7 % smaller" in bars
+
+
+def test_no_color_of_the_clock_stands_for_two_phases_but_grey(
+    make_run: Any, tmp_path: Path, trees: Any
+) -> None:
+    audit = trees["audit"]()
+    for seconds, finding in enumerate(audit["findings"]):
+        finding["seconds"] = float(seconds)
+    run = gather(make_run(audit=audit))
+    phases = {phase.name: phase.color for stage in clock_of(run) for phase in stage.phases}
+    colored = {name: color for name, color in phases.items() if color != GREY}
+    assert len(phases) > len(colored) == len(set(colored.values())) == GREY
+    # The longest ones.
+    assert audit["findings"][-1]["rule"] in colored

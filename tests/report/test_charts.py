@@ -22,6 +22,11 @@ def find(svg: str, tag: str, kind: str = "") -> list[ET.Element]:
     return [e for e in elements if not kind or e.get("class", "").split()[:1] == [kind]]
 
 
+def tips(svg: str) -> list[str]:
+    """The numbers that points show when they are pointed at or tapped."""
+    return [" ".join(e.itertext()) for e in find(svg, "text", "tip")]
+
+
 @pytest.mark.parametrize(
     ("low", "high", "expected"),
     [
@@ -95,13 +100,13 @@ def test_hover_strips_cover_the_width_once() -> None:
     strips = find(svg, "rect", "strip")
     widths = [float(str(s.get("width")).rstrip("%")) for s in strips]
     assert sum(widths) == pytest.approx(100, abs=0.01)
-    assert [s.findtext("title") for s in strips] == ["one", "two", "four"]
+    assert tips(svg) == ["one", "two", "four"]
 
 
 def test_dots_without_a_place_are_left_out() -> None:
     dots = [Dot(1, 2.0, "a"), Dot(2, math.nan, "b"), Dot(3, 1e300, "c"), Dot(4, 2.5, "d", color=1)]
     svg = charts.dot_plot(dots, LABELS, [Mark(2.2, "mean"), Mark(math.nan, "none")])
-    assert [e.findtext("title") for e in find(svg, "circle")] == ["a", "d"]
+    assert tips(svg) == ["a", "d"]
     assert [e.text for e in find(svg, "text", "mark-label")] == ["mean"]
 
 
@@ -133,6 +138,12 @@ def test_any_text_and_numbers_make_well_formed_svg(
     hovers = [(x, text) for x, _ in points if charts.can_plot(x)]
     drawn = [
         charts.line_chart([Line(points), Line(points, 7, faint=True)], labels, hovers),
+        charts.line_chart(
+            [Line(points)],
+            labels,
+            dots=[Dot(x, y, text) for x, y in points],
+            marks=[Mark(y, text) for _, y in points],
+        ),
         charts.dot_plot([Dot(x, y, text) for x, y in points], labels, [Mark(1.0, text)]),
         charts.bar_chart([Bar(text, text, [Segment(x, text) for x, _ in points])]),
     ]
@@ -146,3 +157,37 @@ def test_markup_in_text_stays_text() -> None:
     svg = charts.bar_chart([Bar(hostile, "1", [Segment(1, hostile)])])
     assert "<script" not in svg
     assert find(svg, "text", "label")[0].text == "</title><script>alert(1)</script>\ufffd\ufffd"
+
+
+def test_a_point_can_be_tapped_and_shows_its_lines() -> None:
+    svg = charts.line_chart(
+        [Line([(1.0, 1.0), (4.0, 2.0)])],
+        LABELS,
+        [(1.0, "step 1\nloss 1")],
+        dots=[Dot(4, 3.0, "held-out", 1), Dot(5, math.nan, "none")],
+        marks=[Mark(2.5, "xz"), Mark(math.inf, "none")],
+    )
+    assert tips(svg) == ["step 1 loss 1", "held-out"]
+    # A tap gives the focus, so each has a place for it; the tabulator key passes them by.
+    assert [spot.get("tabindex") for spot in find(svg, "g", "spot")] == ["-1", "-1"]
+    assert [e.text for e in find(svg, "text", "mark-label")] == ["xz"]
+    # The scale holds the points and the marks too.
+    assert float(str(find(svg, "text", "y-tick")[-1].text)) >= 3
+
+
+def test_more_lines_than_colors_are_dashed() -> None:
+    names = [charts.color_of(number) for number in range(2 * charts.NUM_COLORS)]
+    assert len(set(names)) == len(names)
+    lines = [Line([(0.0, float(i)), (1.0, float(i))], i) for i in range(8)]
+    assert len(find(charts.line_chart(lines, LABELS), "polyline")) == 8
+
+
+def test_a_long_label_has_a_line_of_its_own() -> None:
+    short, long = Bar("a", "1 byte", []), Bar("a" * 30, "468,346 bytes, 55 %", [])
+    labels, values = (find(charts.bar_chart([long, short]), "text", k) for k in ("label", "value"))
+    places = [
+        (float(str(a.get("y"))), float(str(b.get("y"))))
+        for a, b in zip(labels, values, strict=True)
+    ]
+    assert places[0][1] - places[0][0] > 15 and places[1][0] == places[1][1]
+    assert places[1][0] - places[0][1] == 40

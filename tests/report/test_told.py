@@ -10,9 +10,11 @@ from underpar.audit.rules import RULES
 from underpar.build.levers import resolve_levers
 from underpar.core.run_folder import RunFolder, write_json
 from underpar.errors import RunError
+from underpar.levers import LEVERS
 from underpar.recipe import load_recipe, to_tree
 from underpar.report.ancestry import Difference, ancestry_of
 from underpar.report.build import build_report
+from underpar.report.facts import lever_title
 from underpar.report.gather import gather
 from underpar.report.told import plain, sentence
 
@@ -124,3 +126,9 @@ def test_markdown_shows_hostile_text_as_text(make_run: Any, tmp_path: Path, tree
     assert "<script>" not in text.replace("\\<script\\>", "")
     assert "\n# heading" not in text and not re.search(r"(?<!\\)\]\(http", text)
     assert plain("a|b`<#") == "a\\|b\\`\\<\\#"
+
+
+def test_every_lever_has_a_title() -> None:
+    titles = {name: lever_title(name) for name in LEVERS}
+    assert all(title.endswith(f" ({name})") for name, title in titles.items())
+    assert max(len(title) for title in titles.values()) <= 90

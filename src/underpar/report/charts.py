@@ -1,5 +1,8 @@
 """Small SVG charts as text. They need no script and take their colors from the page.
 
+Numbers at a point are a text inside the chart, which the page shows while the point is pointed at
+or, on a touch screen, after it was tapped.
+
 Horizontal positions are shares of the width, vertical ones are pixels: a chart fits any screen
 width, and its letters keep their size. Labels lie outside the frame, so the page needs a margin.
 """
@@ -26,6 +29,8 @@ T = TypeVar("T")
 NUM_COLORS = 6
 # With more dots than this, dots are drawn small.
 CROWD = 250
+# Characters of 13 pixels that fit beside each other on a screen of 390 pixels.
+PHONE_CHARACTERS = 44
 # Characters that XML does not allow, including lone surrogates.
 FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
@@ -171,11 +176,20 @@ def smooth(values: Sequence[float], horizon: float) -> list[float]:
 
 
 def line_chart(
-    lines: Sequence[Line], labels: Labels, hovers: Sequence[Hover] = (), height: int = 260
+    lines: Sequence[Line],
+    labels: Labels,
+    hovers: Sequence[Hover] = (),
+    height: int = 260,
+    dots: Sequence[Dot] = (),
+    marks: Sequence[Mark] = (),
 ) -> str:
-    """Curves over a common x, with tooltips along x."""
-    x_scale = scale_of([x for line in lines for x, _ in line.points])
-    y_scale = widen(scale_of([y for line in lines for y in _levels(line)]), height)
+    """Curves over a common x, with tooltips along x, points on top, and horizontal marks."""
+    dots = [dot for dot in dots if can_plot(dot.x) and can_plot(dot.y)]
+    marks = [mark for mark in marks if can_plot(mark.y)]
+    x_scale = scale_of([x for line in lines for x, _ in line.points] + [dot.x for dot in dots])
+    levels = [y for line in lines for y in _levels(line)]
+    levels += [dot.y for dot in dots] + [mark.y for mark in marks]
+    y_scale = widen(scale_of(levels), height)
     chart = _frame(x_scale, y_scale, labels, height)
     # An inner view, stretched to the width of the chart. It clips outliers at its edge.
     view = _add(chart, "svg", viewBox=f"0 0 1000 {height}", preserveAspectRatio="none")
@@ -187,10 +201,19 @@ def line_chart(
                 view,
                 "polyline",
                 points=" ".join(f"{x:.1f},{y:.1f}" for x, y in places),
-                class_=f"{'faint' if line.faint else 'bold'} c{line.color % NUM_COLORS}",
+                class_=f"{'faint' if line.faint else 'bold'} {color_of(line.color)}",
             )
+    _add_marks(chart, marks, y_scale, height)
     _add_hovers(chart, x_scale, hovers, height)
+    for dot in dots:
+        _add_dot(chart, dot, x_scale, y_scale, height, False, TIP_RIGHT)
     return _text(chart)
+
+
+def color_of(number: int) -> str:
+    """The class of a color; numbers beyond the last color have them again, dashed."""
+    dashed = " again" if number >= NUM_COLORS else ""
+    return f"c{number % NUM_COLORS}{dashed}"
 
 
 def _levels(line: Line) -> list[float]:
@@ -213,9 +236,27 @@ def _add_hovers(chart: ET.Element, scale: Scale, hovers: Sequence[Hover], height
     places = [scale.share(x) for x, _ in hovers]
     edges = [0.0, *((a + b) / 2 for a, b in pairwise(places)), 1.0]
     for (_, title), (left, right) in zip(hovers, pairwise(edges), strict=False):
-        strip = _add(chart, "rect", class_="strip", y="0", height=str(height))
+        spot = _add_spot(chart)
+        strip = _add(spot, "rect", class_="strip", y="0", height=str(height))
         strip.attrib |= {"x": _percent(left), "width": _percent(max(right - left, 0))}
-        _add(strip, "title", title)
+        _add_tip(spot, title, TIP_RIGHT)
+
+
+# Where the numbers of a point stand: in the corner that such charts leave empty.
+TIP_LEFT, TIP_RIGHT = ("8", "start"), ("100%", "end")
+
+
+def _add_spot(chart: ET.Element) -> ET.Element:
+    """A group that can be pointed at, or tapped: the tap gives it the focus."""
+    return _add(chart, "g", class_="spot", tabindex="-1")
+
+
+def _add_tip(spot: ET.Element, text: str, corner: tuple[str, str]) -> None:
+    x, anchor = corner
+    tip = _add(spot, "text", class_="tip", x=x, y="12")
+    tip.set("text-anchor", anchor)
+    for row, line in enumerate(text.split("\n")):
+        _add(tip, "tspan", line, x=x, dy="0" if row == 0 else "1.35em")
 
 
 def dot_plot(
@@ -225,45 +266,69 @@ def dot_plot(
     kept = [dot for dot in dots if can_plot(dot.x) and can_plot(dot.y)]
     levels = [mark for mark in marks if can_plot(mark.y)]
     crowded = len(kept) > CROWD
-    dot_radius = "1.5" if crowded else "2.5"
     x_scale = scale_of([dot.x for dot in kept])
     y_scale = widen(scale_of([dot.y for dot in kept] + [mark.y for mark in levels]), height)
     chart = _frame(x_scale, y_scale, labels, height)
+    _add_marks(chart, levels, y_scale, height)
     for dot in kept:
-        place = {"cx": _percent(x_scale.share(dot.x)), "cy": _pixels(dot.y, y_scale, height)}
-        # Later series are rings, so that both stay visible if they agree.
-        kind, radius = ("ring", "4.5") if dot.color and not crowded else ("dot", dot_radius)
-        circle = _add(chart, "circle", class_=f"{kind} c{dot.color % NUM_COLORS}", r=radius)
-        circle.attrib |= place
-        _add(circle, "title", dot.title)
+        _add_dot(chart, dot, x_scale, y_scale, height, crowded, TIP_LEFT)
+    return _text(chart)
+
+
+def _add_dot(
+    chart: ET.Element,
+    dot: Dot,
+    x_scale: Scale,
+    y_scale: Scale,
+    height: int,
+    crowded: bool,
+    corner: tuple[str, str],
+) -> None:
+    # Later series are rings, so that both stay visible if they agree.
+    kind = "ring" if dot.color and not crowded else "dot"
+    radius = "1.5" if crowded else "4.5" if kind == "ring" else "2.5"
+    spot = _add_spot(chart)
+    place = {"cx": _percent(x_scale.share(dot.x)), "cy": _pixels(dot.y, y_scale, height)}
+    circle = _add(spot, "circle", class_=f"{kind} {color_of(dot.color)}", r=radius)
+    circle.attrib |= place
+    if kind == "dot" and not crowded:
+        # A finger needs more room than a pointer.
+        _add(spot, "circle", class_="strip", r="9").attrib |= place
+    _add_tip(spot, dot.title, corner)
+
+
+def _add_marks(chart: ET.Element, marks: Sequence[Mark], scale: Scale, height: int) -> None:
     free = float(height)
-    for mark in sorted(levels, key=lambda mark: mark.y):
-        y = _pixels(mark.y, y_scale, height)
+    for mark in sorted(marks, key=lambda mark: mark.y):
+        y = _pixels(mark.y, scale, height)
         _add(chart, "line", class_="mark", x1="0", x2="100%", y1=y, y2=y)
         # The labels of close marks move upwards, so that they do not overlap.
         free = min(float(y) - 6, free - 15)
         _add(chart, "text", mark.label, class_="mark-label", x="6", y=f"{free:.1f}")
-    return _text(chart)
 
 
 def bar_chart(bars: Sequence[Bar], maximum: float = 0.0) -> str:
     """Bars below each other on one scale, from 0 to the longest bar or to `maximum`."""
-    row_height = 40
     totals = [sum(max(s.value, 0) for s in bar.segments if can_plot(s.value)) for bar in bars]
     longest = max([*totals, maximum]) or 1.0
-    chart = ET.Element("svg", {"class": "chart", "height": str(row_height * len(bars))})
-    for row, bar in enumerate(bars):
-        top = row * row_height
+    chart = ET.Element("svg", {"class": "chart"})
+    top = 0
+    for bar in bars:
         _add(chart, "text", bar.label, class_="label", x="0", y=str(top + 13))
+        # Label and value share a line if a phone has room for both.
+        if len(bar.label) + len(bar.value_text) > PHONE_CHARACTERS:
+            top += 17
         _add(chart, "text", bar.value_text, class_="value", x="100%", y=str(top + 13))
         _add(chart, "rect", class_="track", y=str(top + 20), width="100%", height="8")
         left = 0.0
         for segment in bar.segments:
             width = max(segment.value, 0) / longest if can_plot(segment.value) else 0.0
-            rect = _add(chart, "rect", class_=f"bar c{segment.color % NUM_COLORS}", height="8")
+            rect = _add(chart, "rect", class_=f"bar {color_of(segment.color)}", height="8")
             rect.attrib |= {"x": _percent(left), "y": str(top + 20), "width": _percent(width)}
             _add(rect, "title", segment.title)
             left += width
+        top += 40
+    chart.set("height", str(top))
     return _text(chart)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
+from underpar.build.levers import find_lever, lever_names
 from underpar.report.ancestry import Ancestry
 from underpar.score.ledger import Score
 
@@ -22,6 +23,8 @@ class Step:
     lr_scale: float
     tokens: int
     seconds: float
+    # Bits per byte of the held-out text, if it was priced after this step.
+    held_out: float | None = None
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,16 @@ CLASSES = {
 }
 
 
+def lever_title(name: str) -> str:
+    """What a lever is, by the first words of its file, and its name."""
+    if name not in lever_names():
+        return f"lever {name}"
+    first = (find_lever(name).__doc__ or "").partition("\n")[0]
+    # Most begin with the technique's name; the others with what they do, up to a comma.
+    what = first.partition(":" if ":" in first else ",")[0]
+    return f"{what.rstrip('.')} ({name})"
+
+
 def parts_of(
     classes: Mapping[str, float], tensors: Iterable[tuple[str, float]]
 ) -> list[tuple[str, float]]:
@@ -73,7 +86,7 @@ def parts_of(
     parts = {CLASSES.get(name, name): size for name, size in classes.items() if name != "levers"}
     for name, size in tensors:
         if name.startswith("levers."):
-            lever = f"lever {name.split('.')[1]}"
+            lever = lever_title(name.split(".")[1])
             parts[lever] = parts.get(lever, 0.0) + size
     return sorted(parts.items(), key=lambda part: -part[1])
 
@@ -177,6 +190,10 @@ class RunReport:
     # Why training ended before its time; empty if it did not, or if nothing says so.
     failure: str
     is_trained: bool
+    # Bits per byte of the held-out text after training, before quantization.
+    final_bpb: float | None
+    # Of the training text, or of the held-out text if the run is of an older version.
+    bytes_per_token: float | None
     steps: tuple[Step, ...]
     sizes: Sizes | None
     scores: dict[str, ScoreResult]
@@ -187,6 +204,12 @@ class RunReport:
     def title(self) -> str:
         """The recipe in words, or the name of the folder."""
         return self.ancestry.title if self.ancestry else self.name
+
+    @property
+    def levers(self) -> list[str]:
+        """What the levers of the recipe are."""
+        names = [section for section, _ in self.recipe if section.startswith("levers.")]
+        return [lever_title(name.split(".")[1]) for name in names]
 
     def facts(self) -> Pairs:
         """The content of run.json, then the artifacts, data and devices that the results name."""

@@ -53,6 +53,7 @@ def _gather(folder: RunFolder) -> RunReport:
     artifact = folder.artifact_file
     # The file is shown as it is: resolving its base could read files outside the folder.
     recipe = read_toml(str(folder.recipe_file)) if folder.recipe_file.exists() else {}
+    scores = _scores(folder)
     return RunReport(
         name=folder.path.resolve().name,
         path=str(folder.path),
@@ -61,10 +62,12 @@ def _gather(folder: RunFolder) -> RunReport:
         recipe=tuple(_sections("", recipe)),
         ancestry=ancestry_of(recipe) if recipe else None,
         failure=failure.text("reason") if failure else "",
+        final_bpb=_final_bpb(_read(folder, folder.validation_file)),
+        bytes_per_token=_bytes_per_token(about, scores),
         is_trained=folder.weights_file.exists() or artifact.exists(),
         steps=_steps(folder),
         sizes=_sizes(_read(folder, folder.budget_file)),
-        scores=_scores(folder),
+        scores=scores,
         audit=_audit(folder, _read(folder, folder.audit_file)),
         artifact_sha256=hash_file(artifact) if artifact.is_file() else None,
     )
@@ -115,7 +118,25 @@ def _step(line: Fields) -> Step:
         line.number("lr_scale"),
         line.count("tokens"),
         line.number("seconds"),
+        # The averaged weights are those that are packed.
+        next((line.number(k) for k in ("average_val_bpb", "val_bpb") if k in line.values), None),
     )
+
+
+def _final_bpb(validation: Fields | None) -> float | None:
+    keys = ("average_bpb", "live_bpb")
+    known = [key for key in keys if validation and validation.values.get(key) is not None]
+    return validation.number(known[0]) if validation and known else None
+
+
+def _bytes_per_token(about: Fields | None, scores: dict[str, ScoreResult]) -> float | None:
+    if about and {"train_bytes", "train_tokens"} <= about.values.keys():
+        num_bytes, num_tokens = about.count("train_bytes"), about.count("train_tokens")
+    else:
+        entries = [e for result in scores.values() for e in result.score.entries]
+        num_bytes = sum(e.num_bytes for e in entries)
+        num_tokens = sum(e.num_targets for e in entries)
+    return num_bytes / num_tokens if num_bytes and num_tokens else None
 
 
 def _sizes(budget: Fields | None) -> Sizes | None:
