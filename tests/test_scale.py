@@ -58,7 +58,8 @@ def test_an_average_covers_fewer_steps(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"scale.steps = 0.25: an average with decay 0.5"):
         load_recipe(short)
     # A share of the run stays.
-    assert load_recipe("demo+one-gpu").levers["ema"] == {"horizon": 0.03}
+    share = stack(tmp_path, "[levers.ema]\nhorizon = 0.03\n", "[scale]\nsteps = 0.25\n")
+    assert load_recipe(share).levers["ema"] == {"horizon": 0.03}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
