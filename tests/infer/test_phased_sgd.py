@@ -16,7 +16,7 @@ from underpar.core.runtime import Runtime
 from underpar.data.batch import segments_from_starts
 from underpar.errors import RecipeError
 from underpar.infer.predictor import Predictor
-from underpar.levers import phased_sgd
+from underpar.levers import lever_module, phased_sgd
 from underpar.model.gpt import GPT
 from underpar.model.kv_cache import PackedCache
 
@@ -201,3 +201,19 @@ def test_wrong_settings_are_refused(wrong: dict[str, float]) -> None:
     (key,) = wrong
     with pytest.raises(RecipeError, match=rf"levers\.phased_sgd\.{key} = "):
         lever(**wrong)
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("name", ["softcap", "asym_softcap"])
+def test_caps_that_training_leaves_alone_stay(name: str, train: bool) -> None:
+    """In PR 2014 neither the loss of training nor that of the phase has a path to the caps."""
+    model = Predictor(
+        randomized(stack_with(name, settings=lever_module(name).Settings(train=train))), CPU, []
+    ).model
+    before = weights_after(model)
+    assert lever(lr=1.0).train(model, DOCUMENTS, CONTEXT, ALONE) > 0
+    after = weights_after(model)
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    caps = {name for name in before if ".cap_" in name}
+    assert caps and caps & moved == (caps if train else set())
+    assert len(moved - caps) > 10

@@ -62,9 +62,10 @@ def test_the_recipe_is_read_with_seed_and_changes(tiny_recipe: Recipe, tmp_path:
 
 def test_the_score_follows_from_the_recipe(tiny_recipe: Recipe) -> None:
     # Adapters of the stream need one rank; those of each document do not.
-    assert scoring_of(tiny_recipe) == (ADAPT, True)
-    assert scoring_of(load_recipe("demo")) == (ADAPT, False)
-    assert scoring_of(load_recipe("baseline")) == (PLAIN, False)
+    assert scoring_of(tiny_recipe) == scoring_of(load_recipe("demo")) == ADAPT
+    # Windows alone are a way to score, too.
+    assert scoring_of(load_recipe("baseline", ["score.stride=64"])) == ADAPT
+    assert scoring_of(load_recipe("baseline")) == PLAIN
 
 
 def test_options_come_from_words_or_from_the_variables_of_the_contest(

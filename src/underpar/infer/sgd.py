@@ -186,7 +186,7 @@ def train_on_stream(
     """
     num_chunks = -(-(len(stream) - 1) // chunk_tokens)
     sgd = SGD(replace(descent, horizon_chunks=num_chunks), ("*",))
-    parameters = sgd.parameters(dict(model.named_parameters()))
+    parameters = sgd.parameters(_trained(model))
     row_tokens = min(context, chunk_tokens)
     num_targets = chunk_tokens // row_tokens * row_tokens
     # Zeros, so that a rank without rows takes part in the sum over ranks.
@@ -203,6 +203,13 @@ def train_on_stream(
             sum_over_ranks(grads, runtime)
             sgd.update(parameters)
     return max(0, num_chunks - 1)
+
+
+def _trained(model: Network) -> dict[str, Tensor]:
+    """The weights by name, but for those that training leaves alone (PR 2014: the soft cap)."""
+    modules = dict(model.named_modules()).items()
+    frozen = {f"{path}.{name}" for path, m in modules for name in getattr(m, "frozen", ())}
+    return {name: weight for name, weight in model.named_parameters() if name not in frozen}
 
 
 def _own_rows(span: npt.NDArray[Any], row_tokens: int, runtime: Runtime) -> Batch | None:

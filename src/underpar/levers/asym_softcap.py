@@ -26,7 +26,9 @@ STAGE = "model"
 
 @dataclass(frozen=True)
 class Settings:
-    """`train`: false keeps both caps fixed in training and leaves them to adaptation."""
+    """`train`: false keeps both caps fixed in training and in the global phase (`phased_sgd`), and
+    leaves them to levers that name them, as `adapt_scales` does.
+    """
 
     train: bool = True
 
@@ -40,6 +42,8 @@ class Lever(nn.Module):
         start = torch.tensor(spec.softcap)
         self.cap_positive = nn.Parameter(start.clone(), requires_grad=settings.train)
         self.cap_negative = nn.Parameter(start.clone(), requires_grad=settings.train)
+        # A predictor freezes every weight; this says which were frozen before.
+        self.frozen = () if settings.train else ("cap_positive", "cap_negative")
 
     def neutral_(self) -> None:
         """Set both caps to the model's constant."""

@@ -1,5 +1,7 @@
 """Global phase: after a share of the documents is priced, trains all weights on them once.
 
+Weights that training leaves alone stay: `asym_softcap` with `train = false`.
+
 A phase is one pass of SGD over all documents priced so far, in chunks, with a rate that falls as a
 cosine. With several phases each starts anew with more documents. It goes with `lora_ttt`.
 

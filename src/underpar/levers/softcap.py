@@ -37,6 +37,8 @@ class Lever(nn.Module):
         super().__init__()
         self.start = spec.softcap
         self.cap_both = nn.Parameter(torch.tensor(spec.softcap), requires_grad=settings.train)
+        # A predictor freezes every weight; this says which were frozen before.
+        self.frozen = () if settings.train else ("cap_both",)
 
     def neutral_(self) -> None:
         """Set the cap to the model's constant."""

@@ -148,13 +148,13 @@ def run_package(recipe: Recipe, data: Path, folder: RunFolder, script_bytes: int
     """Train, pack and score with the stages of this package, on one rank."""
     train(recipe, data, folder, CPU)
     pack(folder, CPU, script_bytes=script_bytes)
-    score_artifact(folder.artifact_file, data, CPU, scoring_of(recipe)[0])
+    score_artifact(folder.artifact_file, data, CPU, scoring_of(recipe))
     return folder
 
 
 def compare(theirs: RunFolder, ours: RunFolder, recipe: Recipe) -> Finding:
     """The finding of a proof: the same artifact and the same bits for every document."""
-    label = scoring_of(recipe)[0].label
+    label = scoring_of(recipe).label
     sha256 = [hashlib.sha256(run.artifact_file.read_bytes()).hexdigest() for run in (theirs, ours)]
     scores = [score_from_dict(run.read_json(run.score_file(label))) for run in (theirs, ours)]
     same_score = scores[0].entries == scores[1].entries

@@ -147,7 +147,7 @@ def _read_run(folder: RunFolder) -> SeedRun:
     artifact = folder.need(folder.artifact_file).read_bytes()
     quantized = read_about(folder.need(folder.quantized_file))
     _require_as_trained(folder, recipe, LazyArtifact(artifact), quantized)
-    method, _ = scoring_of(recipe)
+    method = scoring_of(recipe)
     path = folder.score_file(method.label)
     if not path.exists():
         raise RunError(f"{path} does not exist; run '{maker_of(path)}' first")

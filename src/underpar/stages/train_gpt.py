@@ -18,9 +18,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from underpar.build.levers import plug_levers, resolve_levers, transform_of
+from underpar.build.levers import resolve_levers, transform_of
 from underpar.build.model import weight_shapes
-from underpar.build.scoring import having, says_how
+from underpar.build.scoring import says_how
 from underpar.compile.startup import wait_for_workers, warm_compiler
 from underpar.core.dist import ask_main, process_group
 from underpar.core.progress import Task
@@ -77,7 +77,7 @@ def run(options: Namespace, script_bytes: int) -> None:
     set_backend_aside(runtime.device, runtime.dtype, wait_for_workers)
     recipe = read_recipe(Path(__file__).with_name("recipe.toml"), options.seed, options.set)
     folder, lines = RunFolder(Path(options.out)), Lines(runtime.is_main)
-    # Packing and adapters that follow the whole stream need one process.
+    # Packing needs one process.
     alone = replace(runtime, rank=0, world=1)
     with process_group(runtime):
         data = ask_main(lambda: open_data(options, recipe), runtime)
@@ -88,10 +88,8 @@ def run(options: Namespace, script_bytes: int) -> None:
         raise RunError(f"stopped at step {trained.get('step', 0)}; the same command continues")
     with process_group(runtime):
         ask_main(lambda: pack(folder, alone, progress=lines, script_bytes=script_bytes), runtime)
-    method, follows_stream = scoring_of(recipe)
-    if runtime.is_main or not follows_stream:
-        scorers = alone if follows_stream else runtime
-        score_artifact(folder.artifact_file, data, scorers, method, progress=lines)
+    method = scoring_of(recipe)
+    score_artifact(folder.artifact_file, data, runtime, method, progress=lines)
     if runtime.is_main:
         log = train_log(folder, method.label, script_bytes)
         write_atomic(folder.path / log_name(recipe.train.seed), log)
@@ -108,13 +106,9 @@ def read_recipe(path: Path, seed: int, changes: Sequence[str]) -> Recipe:
     return recipe
 
 
-def scoring_of(recipe: Recipe) -> tuple[Method, bool]:
-    """How a submission is scored, and whether adapters follow the whole stream, on one rank.
-
-    The method follows from the recipe: as it says, with the scoring levers that it names.
-    """
-    levers = plug_levers(recipe, "infer")
-    return (ADAPT if says_how(recipe) else PLAIN), bool(having(levers, "parameters"))
+def scoring_of(recipe: Recipe) -> Method:
+    """How a submission is scored: as its recipe says, with the scoring levers that it names."""
+    return ADAPT if says_how(recipe) else PLAIN
 
 
 def open_data(options: Namespace, recipe: Recipe) -> Path:
