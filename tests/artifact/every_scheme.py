@@ -21,6 +21,7 @@ SCHEMES = [
     "clip5+log",
     "gptq6:12.85+log",
     "gptq5+clip",
+    "gptq6:12.85+hq",
     "gptq6+clip+log",
     "gptq7:14+awq+log",
     "clip5",

@@ -40,7 +40,7 @@ from watcher import Watcher
 
 DOCUMENTS, TUNE = 3, 2
 # Those that differ in how they round or count.
-SOME = {name: CURVES[name] for name in ("b", "a", "c", "d", "e+", "f")}
+SOME = {name: CURVES[name] for name in ("b", "a", "c", "h", "d", "e+", "f")}
 
 
 @pytest.fixture(scope="module")

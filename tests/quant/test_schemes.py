@@ -14,7 +14,7 @@ from underpar.quant.schemes import QuantizedTensor, Scheme, dequantize, parse_sc
 NAMES = [
     *("fp16", "int6", "int7:14", "int6:12.85", "int6:12.8512345", "clip6", "gptq6:12.85", "gptq7"),
     *("int8/0", "int6:12.85/3", "int6+log", "int8/1+log", "clip5+log", "gptq6:12.85+log"),
-    *("gptq5+clip", "gptq5+clip+log"),
+    *("gptq5+clip", "gptq5+clip+log", "gptq6:12.85+hq", "gptq6:12.85+hq+log"),
     *("gptq7:14+awq", "gptq7:14+awq+log", "ternary:128", "grid1", "grid8", "grid64+columns"),
 ]
 ODD = [
@@ -22,7 +22,16 @@ ODD = [
     *("int6+awq", "clip6+awq", "gptq9:3", "gptq", "ternary", "ternary:0", "ternary:1000000"),
     *("int8/4", "int8/", "clip6/1", "gptq6:12/1", "int8/1+awq"),
     *("ternary:4+log", "grid8+log", "fp16+log", "gptq7:14+log+awq"),
-    *("gptq5:3+clip", "int5+clip", "clip5+clip", "gptq7:14+awq+clip", "gptq7:14+clip+awq"),
+    *(
+        "gptq5:3+clip",
+        "gptq6+hq",
+        "int6:12+hq",
+        "gptq6:12+hq+awq",
+        "int5+clip",
+        "clip5+clip",
+        "gptq7:14+awq+clip",
+        "gptq7:14+clip+awq",
+    ),
     *("grid", "grid2", "grid8+rows", "grid8+awq", "", "fp16:2", "gptq7:14+awq+awq"),
 ]
 

@@ -177,6 +177,26 @@ def test_log_steps_are_chosen_before_the_solve(
     assert losses[1] < 0.9 * losses[2]
 
 
+# Steps by the importance of rows.
+
+
+def test_rows_that_meet_large_inputs_have_wider_steps(weight: np.ndarray, solver: Solver) -> None:
+    plain, tensor = (solve_one(solver, weight, s) for s in ("gptq6:12.85", "gptq6:12.85+hq"))
+    squares = solver.calibration.hessians[NAME].diagonal().numpy()
+    squares = squares + 0.01 * squares.mean()
+    importance = (np.abs(weight) * squares / squares.mean()).mean(1)
+    factors = 1 + 0.175 * (importance / importance.mean() - 1)
+    assert factors.max() > 1.02 > 0.98 > factors.min()
+    assert (steps_of(tensor) / steps_of(plain))[:, 0] == pytest.approx(factors, rel=2e-3)
+    twice = solve_one(replace(solver, factor=2.0), weight, "gptq6:12.85+hq")
+    assert steps_of(twice) == pytest.approx(2 * steps_of(tensor), rel=2e-3)
+
+
+def test_rows_of_zeros_have_no_importance(solver: Solver) -> None:
+    tensor = solve_one(solver, np.zeros((ROWS, COLS), np.float32), "gptq6:12.85+hq")
+    assert not dequantize(tensor).any()
+
+
 # The best of a few clipping points.
 
 

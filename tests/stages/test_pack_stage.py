@@ -112,7 +112,8 @@ def test_fewer_bytes_cost_bits(folder: RunFolder, tiny_run: TinyRun, runtime: Ru
 
 
 @pytest.mark.parametrize(
-    "scheme", ["gptq6:12.85", "gptq6:12.85+log", "gptq4:5+awq", "gptq5+clip", "grid8"]
+    "scheme",
+    ["gptq6:12.85", "gptq6:12.85+log", "gptq4:5+awq", "gptq5+clip", "gptq6:12+hq", "grid8"],
 )
 def test_every_scheme_packs_and_scores(
     folder: RunFolder, tiny_run: TinyRun, runtime: Runtime, scheme: str

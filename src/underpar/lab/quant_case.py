@@ -128,6 +128,11 @@ def _round_fixed(case: Case, factor: float) -> QuantizedModel:
     return case.round(_published_schemes(case, factor), factor)
 
 
+def _round_by_importance(case: Case, factor: float) -> QuantizedModel:
+    schemes = _published_schemes(case, factor)
+    return case.round({n: replace(s, rule="hq") for n, s in schemes.items()}, factor)
+
+
 def _round_published(case: Case, factor: float) -> QuantizedModel:
     return case.correct(_round_fixed(case, factor), PLAIN_LQER)
 
@@ -207,6 +212,7 @@ CURVES = {
     "b": Curve("int6/int7 + groups, lrzip/zpaq, LQER", _round_published, _count_groups),
     "a": Curve("int6/int7 + lzma", _round_fixed, _count_lzma),
     "c": Curve("int6/int7 + row and column coder", _round_fixed, _count_coder),
+    "h": Curve("int6/int7, steps by importance of rows", _round_by_importance, _count_coder),
     "d": _grid("+ steps by sensitivity", "grid1", _round_grid),
     "d+": _grid("+ steps by sensitivity, columns too", "grid1+columns", _round_grid),
     "e": _grid("+ trellis", "grid8", _round_grid),

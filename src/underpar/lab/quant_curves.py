@@ -3,6 +3,7 @@
     (a) int6 matrices and int7 embedding, rounded with GPTQ, symbols through lzma
     (b) the same symbols by groups through lrzip or zpaq, with low-rank corrections (PR 2014)
     (c) the symbols of (a) with our coder, which knows the width of each row and column
+    (h) the same with steps by the importance of rows (HQClip, PR 1412)
     (d) steps chosen by what errors cost instead of fixed ones; d+ by column too
     (e) with a trellis of 8 states; e+ by column too
     (f) e+ with corrections weighted by what errors cost, and control tensors tuned afterwards
@@ -10,7 +11,7 @@
 All curves round the same trained weights with the same calibration, which is made in the run
 folder if it is missing. All points are priced on the same held-out documents. Bytes are those of
 symbols, steps, corrections, control tensors and framing, without code and tokenizer: for (d) to
-(f) the artifact that `underpar pack` would write, for (a) to (c) the sum of their parts. (b)
+(f) the artifact that `underpar pack` would write, for the others the sum of their parts. (b)
 sorts its rows if that is smaller. It needs lrzip or zpaq on the PATH, or another program that
 compresses its standard input. OUT gets quant_curves.json, with every point as soon as it is
 measured, quant_curves.md and quant_curves.svg. A stopped run continues.

@@ -44,29 +44,32 @@ def as_rows(weight: np.ndarray, scheme: Scheme) -> np.ndarray:
     return weight.astype(np.float32).reshape(scheme.num_steps(weight.shape), -1)
 
 
-def stored_steps(rows: np.ndarray, scheme: Scheme, factor: float = 1.0) -> np.ndarray:
+def stored_steps(rows: np.ndarray, scheme: Scheme, factor: float | np.ndarray = 1.0) -> np.ndarray:
     """The steps (R,) of rows (R, C) as a scheme with bits stores them: fp16, or log steps.
 
-    They are `factor` times those of the scheme. Of a scheme with +clip, they are the widest ones.
+    They are those of the scheme times `factor`, a number or (R,). With +clip they are the widest of
+    those that are tried.
     """
     if scheme.form == "clip":
         steps = clamp_steps(search_steps(torch.from_numpy(rows), scheme.limit).numpy()[:, 0])
-    elif scheme.clip:
+    elif scheme.rule == "clip":
         return clipped_steps(rows, scheme, factor)[0]
     else:
         steps = row_steps(rows, scheme.limit, scheme.sigmas, by_mean=bool(scheme.group))
     return _store(steps, scheme, factor)
 
 
-def clipped_steps(rows: np.ndarray, scheme: Scheme, factor: float = 1.0) -> list[np.ndarray]:
+def clipped_steps(
+    rows: np.ndarray, scheme: Scheme, factor: float | np.ndarray = 1.0
+) -> list[np.ndarray]:
     """The steps (R,) that +clip chooses from, as they are stored, without repetitions."""
     tries = quantile_steps(torch.from_numpy(rows), scheme.limit).numpy()
     stored = [_store(np.maximum(steps, scheme.least_step), scheme, factor) for steps in tries]
     return [s for i, s in enumerate(stored) if not any(map(np.array_equal, stored[:i], [s] * i))]
 
 
-def _store(steps: np.ndarray, scheme: Scheme, factor: float) -> np.ndarray:
-    if factor != 1:
+def _store(steps: np.ndarray, scheme: Scheme, factor: float | np.ndarray) -> np.ndarray:
+    if np.any(factor != 1.0):
         steps = clamp_steps(factor * steps)
     return to_index(steps) if scheme.log else steps.astype(np.float16)
 

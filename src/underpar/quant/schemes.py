@@ -10,6 +10,7 @@ The dequantized weights are exactly those that are scored.
     clipB           the same with the step from the best of a few clipping points (`clip_search`)
     gptqB:k         steps of intB:k, rounded with error feedback (`gptq`)
     gptqB:k+awq     the same with finer steps in some columns (`awq`)
+    gptqB:k+hq      the same with steps by the importance of the row (`importance`)
     gptqB+clip      the same with the step of the row's best clipping point, one for all rows, at
                     least 1 / (2^(B-1) - 1) (PR 1105)
     ...+log         intB, clipB or gptqB with log steps instead of fp16 ones, chosen before rounding
@@ -39,7 +40,7 @@ from underpar.quant.trellis import STATES
 
 _SCHEME = re.compile(
     r"(?P<form>int|clip|gptq)(?P<bits>[2-8])(:(?P<sigmas>\d+(\.\d+)?))?"
-    r"(/(?P<axes>[0-3]))?(\+(?P<rule>awq|clip))?(?P<log>\+log)?"
+    r"(/(?P<axes>[0-3]))?(\+(?P<rule>awq|clip|hq))?(?P<log>\+log)?"
     r"|ternary:(?P<group>[1-9]\d{0,5})"
     r"|grid(?P<states>\d+)(?P<columns>\+columns)?"
 )
@@ -62,8 +63,8 @@ class Scheme:
     """Whether log steps by column are stored too."""
     axes: int = -1
     """Weights with the same indices in the axes before this one share a step."""
-    clip: bool = False
-    """Whether the best of a few clipping points sets the steps of gptqB."""
+    rule: str = ""
+    """What else sets the steps of gptqB: "clip", the best of a few clipping points, or "hq"."""
     log: bool = False
     """Whether the steps of a scheme with bits are log steps."""
 
@@ -75,7 +76,7 @@ class Scheme:
     @property
     def least_step(self) -> float:
         """The least step that a row may have, by the scheme's rule."""
-        return 1 / self.limit if self.clip else 0.0
+        return 1 / self.limit if self.rule == "clip" else 0.0
 
     @property
     def is_half(self) -> bool:
@@ -119,7 +120,7 @@ class Scheme:
         # repr keeps every digit: the name is what the artifact stores.
         width = f":{self.sigmas!r}".removesuffix(".0") if self.sigmas else ""
         axes = f"/{self.axes}" if self.axes >= 0 else ""
-        rule = "+awq" if self.columns else "+clip" if self.clip else ""
+        rule = "+awq" if self.columns else f"+{self.rule}" if self.rule else ""
         return f"{self.form}{self.bits}{width}{axes}{rule}" + ("+log" if self.log else "")
 
 
@@ -133,12 +134,15 @@ def parse_scheme(text: str) -> Scheme:
     form, group = parts.get("form") or "int", int(parts.get("group") or 0)
     axes, rule = parts.get("axes"), parts.get("rule")
     misused = (
-        ("clip" in (form, rule) and sigmas) or (form != "int" and axes) or (form != "gptq" and rule)
+        ("clip" in (form, rule) and sigmas)
+        or (rule == "hq" and not sigmas)
+        or (form != "int" and axes)
+        or (form != "gptq" and rule)
     )
     if not match or misused or sigmas >= 1000 or (parts["states"] and states not in STATES):
         raise RecipeError(
             f"scheme {text!r}: expected fp16, int2 ... int8, int6:12.85, int8/1, clip6, "
-            "gptq6:12.85+log, gptq7:14+awq, gptq5+clip, ternary:128, or grid with "
+            "gptq6:12.85+log, gptq7:14+awq, gptq6:12.85+hq, gptq5+clip, ternary:128, or grid with "
             f"{', '.join(map(str, STATES))} states, as in grid8+columns"
         )
     if states:
@@ -151,7 +155,7 @@ def parse_scheme(text: str) -> Scheme:
         form,
         columns=rule == "awq",
         axes=int(axes or -1),
-        clip=rule == "clip",
+        rule=rule if rule in ("clip", "hq") else "",
         log=bool(parts["log"]),
     )
 

@@ -15,6 +15,7 @@ from underpar.errors import ArtifactError, RecipeError
 from underpar.quant import gptq
 from underpar.quant.allocate import DAMPING, Sensitivity, allocate
 from underpar.quant.calibration import Calibration
+from underpar.quant.importance import step_factors
 from underpar.quant.logsteps import STEPS_PER_OCTAVE
 from underpar.quant.rounding import as_rows, clipped_steps, stored_steps
 from underpar.quant.schemes import (
@@ -128,7 +129,12 @@ class Solver:
             columns = None
             if scheme.columns:
                 columns = np.where(self._protected(name, weight), FINER, 0).astype(np.int16)
-            by_row = stored_steps(as_rows(weight, scheme), scheme, self.factor)
+            factor: float | np.ndarray = self.factor
+            if scheme.rule == "hq":
+                factor = factor * step_factors(
+                    weight, self.calibration.hessians[name], self.damping
+                )
+            by_row = stored_steps(as_rows(weight, scheme), scheme, factor)
             tensor = QuantizedTensor(weight.shape, scheme, by_row, columns=columns)
         return Task(name, weight, tensor)
 
@@ -149,7 +155,7 @@ class Solver:
 
     def _solve(self, batch: Sequence[Task]) -> list[QuantizedTensor]:
         """The tensors of a batch; with +clip each is the closest of several solutions (PR 1019)."""
-        if batch[0].tensor.scheme.clip:
+        if batch[0].tensor.scheme.rule == "clip":
             return [self._closest(task) for task in batch]
         codes = self._codes(batch)
         return [replace(t.tensor, codes=c) for t, c in zip(batch, codes, strict=True)]
