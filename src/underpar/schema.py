@@ -338,9 +338,16 @@ class ScorePart:
 
 @dataclass(frozen=True)
 class LimitsPart:
-    """The byte budget of model file, tokenizer and code together."""
+    """The byte budget of model file, tokenizer and code together, and the time of a score.
+
+    The audit refuses a score that took more than `score_seconds`, with loading and warm-up (0: only
+    the auditor's own limit holds).
+    """
 
     cap_bytes: int = 16_000_000
+    score_seconds: float = added(0.0)
 
     def __post_init__(self) -> None:
+        seconds = self.score_seconds
+        require(seconds >= 0, f"limits.score_seconds = {seconds:g}: expected 0 or more")
         require(self.cap_bytes > 0, f"limits.cap_bytes = {self.cap_bytes}: expected more than 0")

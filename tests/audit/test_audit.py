@@ -27,7 +27,7 @@ from underpar.audit.finding import (
 )
 from underpar.audit.probes import first_documents
 from underpar.audit.rules import run_audit
-from underpar.audit.scores import coded_bits, coverage, reproduction, score_files
+from underpar.audit.scores import coded_bits, coverage, reproduction, score_files, scoring_time
 from underpar.audit.size import size
 from underpar.build.artifact import read_artifact
 from underpar.build.levers import plug_levers
@@ -410,3 +410,25 @@ def test_time_with_training_text_is_training_time(case: Case) -> None:
         finding = training_time(dataclasses.replace(case, recipe=recipe))
         assert finding.verdict == verdict, budget
         assert "calibrate 1.5" in finding.summary
+
+
+def test_a_score_fits_the_limit_of_its_recipe(case: Case) -> None:
+    scores = {name: score for name, score in case.scores.items() if name == "adapt"}
+    took = sum(scores["adapt"].seconds.values())
+    load = scores["adapt"].seconds["load"]
+
+    def with_limit(seconds: float) -> Finding:
+        limits = dataclasses.replace(case.recipe.limits, score_seconds=seconds)
+        recipe = dataclasses.replace(case.recipe, limits=limits)
+        return scoring_time(dataclasses.replace(case, recipe=recipe, scores=scores))
+
+    assert (with_limit(100 * took).verdict, with_limit(0.0).evidence["limit_seconds"]) == (
+        PASS,
+        600,
+    )
+    # Loading counts: without it the score would fit.
+    found = with_limit(took - load / 2)
+    assert (found.verdict, found.evidence["limit_seconds"]) == (FAIL, took - load / 2)
+    assert f"adapt {took:.1f}, of them load {load:.1f}" in found.summary
+    # A recipe cannot give itself more time than the auditor does.
+    assert with_limit(10_000.0).evidence["limit_seconds"] == 600

@@ -226,10 +226,14 @@ def _relative(again: list[Entry], claimed: list[Entry]) -> float:
 
 
 def scoring_time(case: Case) -> Finding:
-    """R03: scoring fits its time, by the clock of its file and by the clock of the audit."""
+    """R03: scoring fits its time, by the clock of its file and by the clock of the audit.
+
+    From the first byte of the artifact that is read to the last price: loading and warm-up count.
+    The limit is the auditor's, or the recipe's own if that is tighter.
+    """
     if not case.scores:
         return not_shown("scoring time", "no score file in the run")
-    limit = case.limits.score_seconds
+    limit = min(case.recipe.limits.score_seconds or math.inf, case.limits.score_seconds)
     claimed = {m: sum(score.seconds.values()) for m, score in case.scores.items()}
     bad = {m: s for m, s in claimed.items() if not 0 < s <= limit}
     ours = {}
@@ -238,13 +242,20 @@ def scoring_time(case: Case) -> Finding:
         share = again.num_targets / max(1, score.num_targets)
         load = again.seconds.get("load", 0.0)
         ours[method] = load + (sum(again.seconds.values()) - load) / share
-    told = ", ".join(f"{m} {claimed[m]:.1f} (again: {ours[m]:.1f})" for m in claimed)
+    told = ", ".join(f"{m} {_spell(case.scores[m])} (again: {ours[m]:.1f})" for m in claimed)
     evidence = {"seconds": claimed, "repeated_seconds": ours, "limit_seconds": limit}
     finding = judge("scoring time", not bad, f"{told} of {limit:g} seconds", **evidence)
     if finding.verdict == PASS and max(ours.values()) > limit:
         why = "repeating took longer here; audit on the machine of the score"
         return not_shown("scoring time", f"{finding.summary}; {why}", **evidence)
     return finding
+
+
+def _spell(score: Score) -> str:
+    """The seconds of a score, and of them those before the first price."""
+    ahead = {name: score.seconds[name] for name in ("load", "warm-up") if name in score.seconds}
+    of_them = ", ".join(f"{name} {seconds:.1f}" for name, seconds in ahead.items())
+    return f"{sum(score.seconds.values()):.1f}" + (f", of them {of_them}" if of_them else "")
 
 
 def coded_bits(case: Case) -> Finding:
