@@ -203,6 +203,20 @@ def decompressed(f: Figures, source: object, out: object) -> Result:
     )
 
 
+def exported(f: Figures) -> Result:
+    """After `underpar export`."""
+    difference = f["largest_difference_nats"]
+    compared = "not compared: onnxruntime is not installed"
+    if difference is not None:
+        compared = f"equal to the artifact within {difference:.1e} nats"
+    rows = [
+        ("tokens of a text", f"{f['least_tokens']} to {f['most_tokens']:,}, BOS first"),
+        ("probabilities", f"natural logarithms for {f['vocab_size']:,} tokens"),
+        ("compared", compared),
+    ]
+    return Result(f"Wrote {f['file']}, {bytes_text(f['bytes'])}.", rows)
+
+
 def unpacked(f: Figures, out: object) -> Result:
     """After `underpar unpack`."""
     words = f"{count_text(f['weights'], 'weight')} in {count_text(f['tensors'], 'tensor')}"

@@ -65,6 +65,29 @@ def decompress(
 
 
 @app.command()
+def export(
+    artifact: ArtifactPath,
+    out: Annotated[Path, typer.Option(help="A file that ends with .pt2 or .onnx.")],
+    json: Json = False,
+) -> None:
+    """Write the forward pass for other programs: torch.export (.pt2) or ONNX (.onnx).
+
+    \b
+    underpar export runs/mine --out model.pt2
+    underpar export runs/mine --out model.onnx
+
+    Tokens of one document in, BOS (1) first; log-probabilities of each next token out. The file is
+    compared with the artifact before it is written. ONNX needs the packages onnx and onnxscript.
+    """
+    from underpar.core.run_folder import artifact_at
+    from underpar.core.runtime import open_runtime
+    from underpar.stages.export import export as run_stage
+
+    summary = run_stage(artifact_at(artifact), out, open_runtime("cpu"))
+    results.show(json, summary, results.exported(summary))
+
+
+@app.command()
 def generate(
     artifact: ArtifactPath,
     prompt: Annotated[str, typer.Argument(help="Text to continue.")] = "",
