@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 import underpar
 from tiny import TinyRun
 from trained import TRANSFORM_NAMES, any_text, lossless
-from underpar.api import Model, tokens_and_spans
+from underpar.api import Model
 from underpar.codec.lanes import encode_documents
 from underpar.data.folder import load_data
+from underpar.data.texts import tokens_and_spans
 from underpar.errors import (
     ArtifactError,
     CodecError,

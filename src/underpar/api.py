@@ -11,7 +11,6 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from underpar.core.run_folder import RunFolder, artifact_at
 from underpar.core.runtime import Runtime, open_runtime
 from underpar.data.folder import DataFolder, load_data
 from underpar.data.shards import Shard
+from underpar.data.texts import shard_of, tokens_and_spans
 from underpar.data.tokens.tokenizer import Tokenizer
 from underpar.errors import DataError, RuleError
 from underpar.infer.generate import LaneReader, Sampling, generate
@@ -288,7 +288,7 @@ class Model:
 
         method = Method(tuple(levers)) if levers else ADAPT
         documents = _documents_of(_as_list(texts), self.tokenizer)
-        self._run(_shard_of(*documents), method, _overrides(set), None, open_reader)
+        self._run(shard_of(*documents), method, _overrides(set), None, open_reader)
         reader = readers[-1]
         if not reader.can_adapt:
             raise RuleError(
@@ -383,7 +383,7 @@ class Model:
     ) -> Score:
         raws, documents = _documents_of(texts, self.tokenizer)
         # What follows a document says that it ends. A document of a BOS alone follows the last one.
-        shard = _shard_of([*raws, b""], [*documents, np.array([self.tokenizer.bos_id])])
+        shard = shard_of([*raws, b""], [*documents, np.array([self.tokenizer.bos_id])])
         if adapt:
             score = self._run(shard, ADAPT, (), on_commit, self._copied_predictor)
         else:
@@ -427,17 +427,6 @@ def _as_list(texts: Text | Iterable[Text]) -> list[Text]:
     return [texts] if isinstance(texts, Text) else list(texts)
 
 
-def tokens_and_spans(raw: bytes, tokenizer: Tokenizer) -> tuple[list[int], list[bytes]]:
-    """The tokens of a document, the end of it included, and the bytes that each stands for."""
-    ids = tokenizer.encode(raw).tolist()
-    spans = [tokenizer.written([token]) for token in ids]
-    if tokenizer.lossless:
-        pieces = tokenizer.encode_texts([raw.decode("utf-8", "surrogateescape")])
-        ends = np.cumsum(pieces.source_bytes)
-        spans = [raw[begin:end] for begin, end in pairwise(ends)]
-    return [*ids, tokenizer.bos_id], [*spans, b""]
-
-
 def _raw(text: Text) -> bytes:
     """The bytes of a text."""
     try:
@@ -454,16 +443,3 @@ def _documents_of(
     if not raws or not all(raws):
         raise DataError("cannot score an empty text: there are no bytes to divide by")
     return raws, [np.append(tokenizer.bos_id, tokenizer.encode(raw)) for raw in raws]
-
-
-def _shard_of(raws: Sequence[bytes], documents: Sequence[np.ndarray]) -> Shard:
-    """Documents as the shard that scoring reads."""
-    lengths = np.array([len(document) for document in documents])
-    hashes = b"".join(hashlib.sha256(raw).digest() for raw in raws)
-    return Shard(
-        tokens=np.concatenate(documents).astype(np.int64),
-        starts=np.cumsum(lengths) - lengths,
-        doc_bytes=np.array([len(raw) for raw in raws]),
-        doc_hashes=np.frombuffer(hashes, dtype=np.uint8).reshape(-1, 32),
-        flags=np.zeros(len(documents), dtype=np.uint8),
-    )

@@ -20,6 +20,7 @@ NEW_OPTIONS: dict[str, set[str]] = {
         "train_seconds",
     },
     "demo": {"full"},
+    "report": {"no_text"},
     "data build": {"drop_near", "holdout", "split_documents", "val_docs"},
     "generate": {"top_k", "stop"},
 }

@@ -124,7 +124,7 @@ def test_a_missing_stage_names_its_command(
 def test_a_run_that_has_only_begun_has_a_page(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "begun")
     folder.write_recipe(load_recipe("demo"))
-    assert text_of(page_of(tmp_path, folder)).count("not run yet") == 10
+    assert text_of(page_of(tmp_path, folder)).count("not run yet") == 11
 
 
 def test_several_runs_begin_with_a_comparison(make_run: Any, tmp_path: Path, trees: Any) -> None:

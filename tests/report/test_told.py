@@ -34,12 +34,12 @@ def test_an_unchanged_recipe_is_named() -> None:
 
 def test_changes_are_told_by_value_and_by_lever() -> None:
     tree = stored("train.seed=7", "levers.bigram.width=32", "levers.smear=true")
-    del tree["levers"]["ema"]
+    del tree["levers"]["leaky_square"]
     ancestry = ancestry_of(tree)
     assert ancestry and ancestry.title == "demo with 4 changes"
     assert ancestry.changes == (
         Difference("levers.bigram.width", 64, 32),
-        Difference("levers.ema", "on", "off"),
+        Difference("levers.leaky_square", "on", "off"),
         Difference("levers.smear", "off", "on"),
         Difference("train.seed", 1337, 7),
     )

@@ -301,6 +301,9 @@ def report(
         typer.Argument(help="Run folders; several are compared on one page."),
     ],
     out: Annotated[Path | None, typer.Option(help="Default: report.html in the first run.")] = None,
+    no_text: Annotated[
+        bool, typer.Option("--no-text", help="Without the excerpt, for which the model has to run.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Write one self-contained HTML page about one run or several.
@@ -309,11 +312,14 @@ def report(
     underpar report runs/mine
     underpar report runs/mine runs/other --out both.html
 
-    The page shows what the stages have left so far: curves, bytes, scores, audit, recipe.
+    The page shows what the stages have left so far: curves, bytes, scores, audit, recipe. If the
+    data folder is here, the model prices an excerpt of held-out text and writes a few lines. A
+    Markdown file beside the page says the same in short, for pasting.
     """
     from underpar.core.run_folder import run_at
     from underpar.report.build import build_report
 
     folders = [run_at(run) for run in runs]
-    path = build_report(folders, out or folders[0].report_file)
-    show_json({"report": str(path)}) if json else typer.echo(f"report: {path}")
+    path = build_report(folders, out or folders[0].report_file, with_text=not no_text)
+    beside = path.with_suffix(".md")
+    show_json({"report": str(path)}) if json else typer.echo(f"report: {path} (in short: {beside})")

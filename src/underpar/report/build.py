@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib import resources
@@ -24,6 +24,7 @@ from underpar.core.words import (
 from underpar.errors import RunError
 from underpar.report import charts
 from underpar.report.charts import Bar, Dot, Labels, Line, Mark, Segment
+from underpar.report.excerpt import LEVELS, Texts, read_texts
 from underpar.report.facts import RunReport, ScoreResult, Step
 from underpar.report.gather import gather, show
 from underpar.report.told import sentence, to_markdown
@@ -31,6 +32,8 @@ from underpar.score.ledger import Entry
 
 # Most points of a curve, places with a tooltip, dots: more would only make the file larger.
 MAX_POINTS, MAX_HOVERS, MAX_DOTS = 3000, 240, 1500
+# Documents that are listed from either end.
+NUM_EXTREMES = 3
 # The last color of the page.
 GREY = charts.NUM_COLORS - 1
 
@@ -57,10 +60,11 @@ class Stage:
         return sum(phase.seconds for phase in self.phases)
 
 
-def build_report(folders: Sequence[RunFolder], out: Path) -> Path:
+def build_report(folders: Sequence[RunFolder], out: Path, with_text: bool = True) -> Path:
     """Write the page of one run, or of several with a comparison first, to the file `out`.
 
-    A file beside it, with the ending .md, has the same in short.
+    A file beside it, with the ending .md, has the same in short. For the excerpt `with_text`, the
+    model computes for some seconds.
     """
     if not folders:
         raise RunError("no run to report on; give at least one run folder")
@@ -75,13 +79,17 @@ def build_report(folders: Sequence[RunFolder], out: Path) -> Path:
                 locks.enter_context(lock_folder(folder.path))
         runs = [gather(folder) for folder in folders]
         # Strings of JSON may contain lone surrogates, which UTF-8 cannot encode.
-        write_atomic(out, render(runs).encode(errors="replace"))
+        texts = [
+            read_texts(folder, run) if with_text else Texts()
+            for folder, run in zip(folders, runs, strict=True)
+        ]
+        write_atomic(out, render(runs, texts).encode(errors="replace"))
         short = to_markdown(runs, __version__)
         write_atomic(out.with_suffix(".md"), short.encode(errors="replace"))
     return out
 
 
-def render(runs: Sequence[RunReport]) -> str:
+def render(runs: Sequence[RunReport], texts: Sequence[Texts]) -> str:
     """The page as text."""
     try:
         import jinja2
@@ -95,7 +103,10 @@ def render(runs: Sequence[RunReport]) -> str:
     source = resources.files("underpar.report").joinpath("page.html.j2").read_text()
     return environment.from_string(source).render(
         runs=runs,
-        figures=[draw(run) for run in runs],
+        texts=texts,
+        levels=LEVELS,
+        extremes=[extremes_of(run) for run in runs],
+        figures=[draw(run, text.names) for run, text in zip(runs, texts, strict=True)],
         sentences=[sentence(run) for run in runs],
         clocks=[clock_of(run) for run in runs],
         overlay=overlay_chart(runs),
@@ -110,8 +121,8 @@ def render(runs: Sequence[RunReport]) -> str:
     )
 
 
-def draw(run: RunReport) -> dict[str, str]:
-    """The charts of one run, by name; a chart without data is left out."""
+def draw(run: RunReport, names: Mapping[int, str]) -> dict[str, str]:
+    """The charts of one run, by name; a chart without data is left out. `names`: of documents."""
     drawn: dict[str, str] = {}
     if run.steps:
         drawn |= {"loss": loss_chart(run), "rate": rate_chart(run.steps)}
@@ -123,7 +134,7 @@ def draw(run: RunReport) -> dict[str, str]:
         room = f"{abs(cap - total):,} bytes {'left' if total <= cap else 'over'}"
         drawn["cap"] = charts.bar_chart([Bar(label, room, [used])], cap)
     if run.scores:
-        drawn |= {"results": result_bars(run), "documents": document_chart(run.scores)}
+        drawn |= {"results": result_bars(run), "documents": document_chart(run.scores, names)}
     stages = clock_of(run)
     if stages:
         drawn["clock"] = charts.bar_chart([stage_bar(stage) for stage in stages])
@@ -240,7 +251,21 @@ def stage_bar(stage: Stage) -> Bar:
     return Bar(stage.name, seconds_text(stage.seconds), segments)
 
 
-def document_chart(scores: dict[str, ScoreResult]) -> str:
+def extremes_of(run: RunReport) -> list[Entry]:
+    """The cheapest and the dearest documents of the first score."""
+    if not run.scores:
+        return []
+    result = next(iter(run.scores.values()))
+    entries = [e for e in result.score.entries if e.num_bytes and charts.can_plot(e.bits)]
+    entries.sort(key=lambda e: e.bits / e.num_bytes)
+    return (
+        entries
+        if len(entries) <= 2 * NUM_EXTREMES
+        else (entries[:NUM_EXTREMES] + entries[-NUM_EXTREMES:])
+    )
+
+
+def document_chart(scores: dict[str, ScoreResult], names: Mapping[int, str]) -> str:
     """Bits per byte of each document, sorted by the first method."""
     first = next(iter(scores.values()))
     entries = [e for e in first.score.entries if e.num_bytes and charts.can_plot(e.bits)]
@@ -252,7 +277,7 @@ def document_chart(scores: dict[str, ScoreResult]) -> str:
         for e in result.score.entries:
             if e.document in plotted and e.num_bytes:
                 bpb = e.bits / e.num_bytes
-                dots.append(Dot(places[e.document], bpb, document_text(e, method), color))
+                dots.append(Dot(places[e.document], bpb, document_text(e, method, names), color))
     bpb, xz_bpb = first.comparison.bpb, first.comparison.xz_bpb
     marks = [
         Mark(bpb, f"{first.score.method}, all documents {number_text(bpb)}"),
@@ -262,11 +287,13 @@ def document_chart(scores: dict[str, ScoreResult]) -> str:
     return charts.dot_plot(dots, labels, marks, height=300)
 
 
-def document_text(entry: Entry, method: str) -> str:
+def document_text(entry: Entry, method: str, names: Mapping[int, str]) -> str:
     """The tooltip of a document."""
+    name = names.get(entry.document)
     return (
         f"document {entry.document:,}, {method}\n"
-        f"{entry.num_bytes:,} bytes, {entry.bits:,.1f} bits\n"
+        + (f"{name}\n" if name else "")
+        + f"{entry.num_bytes:,} bytes, {entry.bits:,.1f} bits\n"
         f"{entry.bits / entry.num_bytes:.4f} bits per byte"
     )
 
