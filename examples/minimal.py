@@ -73,7 +73,8 @@ def train(data: DataFolder, num_steps: int) -> GPT:
         loss.backward()
         progress = step / num_steps
         optimizer.step(
-            schedule.lr_scale(RECIPE.train, progress), schedule.momentum(RECIPE.train, progress)
+            schedule.lr_scale(RECIPE.train, progress),
+            schedule.momentum(RECIPE.train, progress, step),
         )
         if step % 20 == 0 or step == num_steps - 1:
             print(f"step {step:4}  {loss.item() / math.log(2):.3f} bits per token")

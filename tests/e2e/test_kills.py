@@ -208,7 +208,9 @@ def test_a_full_disk_names_the_file_and_leaves_the_old_ones(road: Road) -> None:
 
 
 def is_one_line(text: str) -> bool:
-    return len(text.strip().splitlines()) == 1
+    """One line of error. A busy machine may be named before it."""
+    lines = text.strip().splitlines()
+    return len([line for line in lines if not line.startswith("other processes use")]) == 1
 
 
 @pytest.mark.parametrize(
