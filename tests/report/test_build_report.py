@@ -292,3 +292,14 @@ def test_no_color_of_the_clock_stands_for_two_phases_but_grey(
     assert len(phases) > len(colored) == len(set(colored.values())) == GREY
     # The longest ones.
     assert audit["findings"][-1]["rule"] in colored
+
+
+def test_paper_has_the_wide_layout_without_what_only_a_screen_needs(
+    make_run: Any, tmp_path: Path
+) -> None:
+    page = page_of(tmp_path, make_run())
+    # A sheet is narrower than the limit of the narrow layout.
+    assert re.findall(r"@media ([^{]*max-width[^{]*) {", page) == ["screen and (max-width: 48rem)"]
+    paper = page.partition("@media print {")[2].partition("</style>")[0]
+    assert "nav, summary { display: none; }" in paper
+    assert re.search(r"figure, tr, [^{]*{ break-inside: avoid; }", paper)

@@ -32,6 +32,8 @@ from underpar.score.method import PLAIN
 # Sizes that a page and a slow CPU can take.
 EXCERPT_BYTES, SAMPLE_TOKENS, PROMPT_WORDS = 1200, 80, 5
 NAME_TOKENS, NAME_CHARACTERS = 32, 44
+# Tokens that are taken away until a text transform can be undone.
+MOST_OPERATORS = 8
 # A document with fewer bytes is not chosen for the excerpt.
 FEWEST_BYTES = 300
 # Surprise in bits, from which the next color begins.
@@ -106,15 +108,20 @@ def _open_data(run: RunReport, result: ScoreResult) -> DataFolder:
 
 def first_words(data: DataFolder, document: int) -> str:
     """The beginning of a held-out document, on one line; empty if it cannot be read."""
-    try:
-        raw = data.tokenizer.decode(data.val.doc(document)[:NAME_TOKENS])
-    except UnderparError:
-        # A text transform may not be undone in the middle of a word.
-        raw = data.tokenizer.written(data.val.doc(document)[:NAME_TOKENS])
-    line = " ".join(raw.decode(errors="ignore").split())
+    line = " ".join(_opening(data, document).decode(errors="ignore").split())
     if len(line) <= NAME_CHARACTERS:
         return line
     return f"{line[:NAME_CHARACTERS].rpartition(' ')[0] or line[:NAME_CHARACTERS]}\u2026"
+
+
+def _opening(data: DataFolder, document: int) -> bytes:
+    """The bytes of the first tokens. A text transform may not be undone in the middle of a word."""
+    for num_tokens in range(NAME_TOKENS, NAME_TOKENS - MOST_OPERATORS, -1):
+        try:
+            return data.tokenizer.decode(data.val.doc(document)[:num_tokens])
+        except UnderparError:
+            continue
+    return b""
 
 
 def _open_excerpt(folder: RunFolder, data: DataFolder, result: ScoreResult) -> Excerpt:
