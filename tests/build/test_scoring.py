@@ -11,11 +11,11 @@ import torch
 from lane_runs import CONTEXT, MODEL, NUM_TARGETS, SHARD, SORTED, Run
 from lever_stacks import CPU, randomized
 from underpar.artifact.unpack import Artifact
-from underpar.build.levers import lever_settings
+from underpar.build.levers import lever_settings, resolve_levers
 from underpar.build.model import build_predictor
 from underpar.build.scoring import ScoringRequest, method_of, open_method, run_method
 from underpar.core.runtime import Runtime
-from underpar.errors import RecipeError, RuleError, UnderparError
+from underpar.errors import ArtifactError, RecipeError, RuleError, UnderparError
 from underpar.levers.lora_ttt import Settings
 from underpar.quant.schemes import QuantizedTensor, Scheme
 from underpar.recipe import load_recipe
@@ -227,3 +227,23 @@ def test_shares_and_prices_are_heard_of(artifact: Artifact) -> None:
     assert sum(commits) == score.num_targets == sum(NUM_TARGETS)
     assert [share for share, _ in shares] == sorted(share for share, _ in shares)
     assert shares[-1][0] == 1.0 and shares[-1][1] == pytest.approx(score.bpb)
+
+
+def test_an_expert_of_words_needs_the_tokenizer(artifact: Artifact) -> None:
+    with pytest.raises(ArtifactError, match="artifact's tokenizer cannot be used") as caught:
+        score_of(artifact, Method(("ngram",)))
+    assert "\n" not in str(caught.value)
+    # The token expert does not.
+    assert score_of(artifact, Method(("ngram",)), 'levers.ngram.experts=["token"]').bits > 0
+
+
+def test_published_recipes_say_how_they_are_scored() -> None:
+    def opened(name: str) -> Method:
+        return open_method(resolve_levers(load_recipe(name)), ADAPT)[0]
+
+    assert opened("pr2014").levers == opened("h200-300s").levers == ("lora_ttt", "phased_sgd")
+    assert opened("pr2135").levers == ("lora_ttt", "phased_sgd", "tilt")
+    stream, experts = opened("pr1894"), opened("pr1219")
+    assert (stream.levers, stream.stride, stream.flat) == (("stream_sgd",), 64, True)
+    assert (experts.levers, experts.stride, experts.flat) == (("ngram",), 128, True)
+    assert {opened(name).label for name in ("pr2014", "pr2135", "pr1894", "pr1219")} == {"adapt"}

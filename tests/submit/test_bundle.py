@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -122,3 +123,17 @@ def test_the_bundle_scores_from_an_empty_folder(
     loaded = [line for line in result.stderr.splitlines() if "underpar/score/scorer.py" in line]
     assert loaded
     assert not any("src/underpar" in line for line in loaded), "the installed copy ran"
+
+
+def test_a_script_refuses_an_artifact_with_another_lever(tiny_run: TinyRun, tmp_path: Path) -> None:
+    levers = {k: v for k, v in tiny_run.recipe.levers.items() if k != "adapt_scales"}
+    script = tmp_path / "score.py"
+    script.write_bytes(bundle(replace(tiny_run.recipe, levers=levers)))
+    words = [str(script), str(tiny_run.folder.artifact_file.resolve()), str(tiny_run.data), "adapt"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
+    result = subprocess.run(
+        [sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert (result.returncode, result.stdout) == (2, "")
+    why = "lever 'adapt_scales' is not in this script; use the score.py beside the artifact"
+    assert result.stderr == f"error: {why}\n"

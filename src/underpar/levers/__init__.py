@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import cast
 
 from underpar.data.transforms import TRANSFORMS
+from underpar.errors import LeverError
 from underpar.seams import LeverModule
 
 # Modules are imported when they are used, so a counted script holds the levers of its recipe only.
@@ -76,5 +77,11 @@ LEVERS = {
 
 
 def lever_module(name: str) -> LeverModule:
-    """The module of a lever of the table."""
-    return cast(LeverModule, import_module(LEVERS[name]))
+    """The module of a lever of the table; a counted script holds those of its own run alone."""
+    try:
+        return cast(LeverModule, import_module(LEVERS[name]))
+    except ModuleNotFoundError as error:
+        if error.name != LEVERS[name]:
+            raise
+        why = f"lever {name!r} is not in this script; use the score.py beside the artifact"
+        raise LeverError(why) from None

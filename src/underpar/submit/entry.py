@@ -12,6 +12,7 @@ from underpar.build.scoring import ScoringRequest, open_method, run_method
 from underpar.core.dist import process_group
 from underpar.core.runtime import Clock, open_runtime
 from underpar.data.folder import load_data
+from underpar.errors import UnderparError
 from underpar.score.method import ADAPT, PLAIN
 
 
@@ -20,6 +21,14 @@ def main(argv: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if argv is None else argv
     if len(arguments) < 2:
         raise SystemExit("usage: script ARTIFACT DATA [adapt]")
+    try:
+        _score(arguments)
+    except UnderparError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _score(arguments: list[str]) -> None:
     clock, runtime = Clock("load"), open_runtime()
     artifact, _ = read_artifact(Path(arguments[0]))
     requested = ADAPT if arguments[2:] == ["adapt"] else PLAIN
