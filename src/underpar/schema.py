@@ -305,6 +305,11 @@ class QuantPart:
                 len(rule.split()) == 2,
                 f"quant.rules: {rule!r} is not 'pattern scheme', as in '*.up.weight int6:12.85'",
             )
+            require(
+                not (self.finer_matrices and rule.split()[1].startswith("gptq8")),
+                f"quant.finer_matrices = {self.finer_matrices} with {rule!r}, which has 8 bits "
+                "already; use gptq7 or less",
+            )
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ SCHEMES = [
     "grid16",
     "grid64+columns",
 ]
-CORRECTED = ["int6:12.85", "gptq7:14+awq", "grid1", "grid8+columns"]
+CORRECTED = ["int6:12.85", "gptq7:14+awq", "gptq7:14+awq+log", "grid1", "grid8+columns"]
 
 
 def walk_trellis(codes: np.ndarray, num_states: int) -> np.ndarray:

@@ -10,6 +10,7 @@ from underpar.errors import RecipeError
 from underpar.quant.calibration import sites_of
 from underpar.quant.rules import CALIBRATED, check_rules, match_rules, quantize_model, refine
 from underpar.recipe import Recipe, list_recipes, load_recipe
+from underpar.schema import QuantPart
 
 QUERY = "blocks.0.attn.q.weight"
 
@@ -62,8 +63,8 @@ def test_matrices_with_large_inputs_get_one_more_bit() -> None:
     assert [s.bits for s in refine(schemes, 1).values()] == [6, 5, 5, 8]
     assert [s.bits for s in refine(schemes, 9).values()] == [6, 6, 6, 8]
     assert refine(schemes, 0, inputs) == schemes
-    with pytest.raises(RecipeError, match=r"finer_matrices = 1: gptq8:20 for 'blocks.*gptq7"):
-        refine(match_rules(names, ["* gptq8:20"]), 1)
+    with pytest.raises(RecipeError, match=r"finer_matrices = 1 with '\* gptq8:20'.*gptq7 or less"):
+        QuantPart(("* gptq8:20",), finer_matrices=1)
 
 
 def test_pr_1219_has_31_matrices_of_31_levels_and_36_of_15() -> None:

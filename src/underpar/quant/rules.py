@@ -60,14 +60,7 @@ def refine(
     names = [name for name, scheme in schemes.items() if scheme.form == "gptq"]
     if inputs is not None:
         names.sort(key=lambda name: -inputs.get(name, 0.0))
-    finer = names[:number]
-    for name in finer:
-        if schemes[name].bits == 8:
-            raise RecipeError(
-                f"quant.finer_matrices = {number}: {schemes[name]} for {name!r} has 8 bits "
-                "already; use gptq7 or less"
-            )
-    more = {name: replace(schemes[name], bits=schemes[name].bits + 1) for name in finer}
+    more = {name: replace(schemes[name], bits=schemes[name].bits + 1) for name in names[:number]}
     return {**schemes, **more}
 
 
