@@ -338,6 +338,10 @@ def lab_scoring_table(
     14  + tilt
     15  + hedge
     16  + match and counts
+    17  SGD on all weights, stride 64
+    18  SGD on all weights, flat, stride 64
+    19  SGD on the last MLPs, stride 64
+    20  SGD on the last MLPs, flat, stride 64
     """
     from underpar.core.run_folder import artifact_at
     from underpar.lab.scoring_table import Request, measure, to_markdown

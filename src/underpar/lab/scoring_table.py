@@ -1,7 +1,8 @@
 """Scoring table: what each way to score gains and costs, on one artifact, text and machine.
 
-    plain, sliding windows of several strides, per-document adapters in the published order and in
-    the decodable one, then with the global phase, the n-gram tilt, and strengths that are learned
+    plain, sliding windows of several strides, SGD on chunks of windows, per-document adapters in
+    the published order and in the decodable one, then with the global phase, the n-gram tilt, and
+    strengths that are learned
 
 Every row is `underpar score` with the options that the row names, run in one process after a
 warm-up, with the verdict of the audit's probes for its order: do later tokens or later lengths
@@ -66,6 +67,9 @@ FRESH = (
 LORA = ("lora_ttt",)
 GLOBAL = (*LORA, "phased_sgd")
 LANES = ("levers.lora_ttt.lanes=256",)
+# SGD that follows the stream: published chunks, and a rate that falls over all of them (PR 1894).
+STREAM_SGD = {"stream_sgd": "SGD on all weights", "ttt_e2e": "SGD on the last MLPs"}
+CHUNKS = (*PASS, "score.adapt_tokens=32768")
 # Said in each row, as an artifact's recipe may say otherwise.
 FIXED, HEDGE = ("levers.tilt.strength=fixed",), ("levers.tilt.strength=hedge",)
 
@@ -84,6 +88,15 @@ ROWS = (
         "+ match and counts",
         Method((*GLOBAL, "tilt", "match", "counts"), name="experts"),
         (*LANES, *HEDGE),
+    ),
+    *(
+        Row(
+            f"{title}, {'flat, ' if flat else ''}stride 64",
+            Method((lever,), stride=64, flat=flat),
+            (*CHUNKS, f"levers.{lever}.cosine=true"),
+        )
+        for lever, title in STREAM_SGD.items()
+        for flat in (False, True)
     ),
 )
 
