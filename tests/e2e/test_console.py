@@ -76,6 +76,15 @@ def test_progress_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, width: int)
     assert any("MFU 35%" in line for line in lines) == (width == 200)
 
 
+def test_notes_break_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen, words = io.StringIO(), "other processes use this machine: training is slower " * 3
+    terminal = PlainConsole(file=screen, force_terminal=True, width=40, color_system=None)
+    monkeypatch.setattr(console, "ERR", terminal)
+    Terminal().note(words)
+    lines = screen.getvalue().splitlines()
+    assert max(map(len, lines)) <= 40 and " ".join(map(str.strip, lines)) == words.strip()
+
+
 def test_a_remark_loses_its_last_parts_first() -> None:
     assert fit("one, two, three", 15) == "one, two, three"
     assert fit("one, two, three", 14) == "one, two"

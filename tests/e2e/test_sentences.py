@@ -134,3 +134,27 @@ def test_every_command_begins_with_a_sentence(tiny_run: TinyRun, tmp_path: Path)
         first = " ".join(lines[:2]).partition(".")[0]
         assert re.match(r"[A-Z0-9]", first) and "\u2500" not in first, words
         assert any(line.rstrip().endswith(".") for line in lines[:3]), words
+
+
+def test_the_demo_is_told_in_a_sentence_and_the_table_of_the_readme() -> None:
+    plain = SCORED | {"percent_of_xz": 86.5}
+    figures: dict[str, Any] = {
+        "plain": plain,
+        "adapted": SCORED | {"bpb": 1.9},
+        "document": {"raw_bytes": 1127, "compressed_bytes": 388},
+        "total_bytes": 849_875,
+        "audit": "pass",
+        "audited": "a random sample",
+        "report": "demo/run/report.html",
+        "seconds": 116.0,
+    }
+    told = results.demo(figures)
+    assert told.sentence == "13.5 % smaller than xz; all checks pass."
+    assert ("model", "2.0000 bits per byte, 13.5 % fewer than xz") in told.rows
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    assert all(
+        re.search(rf"^{re.escape(name)}  +\S", readme, re.MULTILINE) for name, _ in told.rows
+    )
+    worse = results.demo(figures | {"plain": plain | {"percent_of_xz": 107.0}, "audit": "fail"})
+    assert worse.sentence == "7.0 % larger than xz; the audit says 'fail'."
+    assert ("model", "2.0000 bits per byte, 7.0 % more than xz") in worse.rows

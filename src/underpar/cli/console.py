@@ -173,7 +173,7 @@ class Lines:
             return
         self._tenths, self._said = tenths, now
         words = [f"{self._name} {share:.0%}".replace("%", " %"), left, remark]
-        ERR.print(_plain(", ".join(filter(None, words))), markup=False, soft_wrap=True)
+        _say(", ".join(filter(None, words)))
 
 
 class Terminal:
@@ -200,12 +200,17 @@ class Terminal:
 
     def note(self, line: str) -> None:
         """Print a line above the bar."""
-        ERR.print(_plain(line), markup=False, soft_wrap=True)
+        _say(line)
 
 
 def show_error(error: object) -> None:
     """Print an error as one line on standard error."""
-    ERR.print(f"error: {one_line(error)}", markup=False, soft_wrap=True)
+    _say(f"error: {one_line(error)}")
+
+
+def _say(line: str) -> None:
+    """Print a line on standard error; on a terminal it breaks between words, in a log nowhere."""
+    ERR.print(_plain(line), markup=False, soft_wrap=not ERR.is_terminal)
 
 
 def open_progress(json: bool, runtime: Runtime | None = None) -> Progress:

@@ -147,6 +147,9 @@ def _train(
             progress.note,
         )
         ask_main(lambda: begin_run(folder, recipe, data_path, data, runtime, asked), runtime)
+        trainer.validator.on_begin = lambda: task.update(
+            spent_share(recipe.train, last) if last else 0, "pricing the held-out text"
+        )
         with telling_why(folder, runtime, lambda: stopped):
             finished = trainer.run(on_step)
             if finished and needs_calibration(recipe):

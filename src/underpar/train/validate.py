@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -70,6 +70,8 @@ class Validator:
         self._shard = shard
         self._passes = passes
         self._runtime = runtime
+        # Called when it begins, which takes seconds.
+        self.on_begin: Callable[[], None] = lambda: None
 
     @torch.no_grad()
     def run(self, model: Network, average: Mapping[str, Tensor] | None) -> Validation:
@@ -78,6 +80,7 @@ class Validator:
         The model comes back as it was.
         """
         started = time.perf_counter()
+        self.on_begin()
         with as_scored(model):
             rows = [self._price(model)]
             if average is not None:
