@@ -23,7 +23,13 @@ from underpar.data.hold_out import (
     stated_hold_out,
 )
 from underpar.data.sources import corpus
-from underpar.data.sources.corpus import Reading, document_hash, is_held_out, read_documents
+from underpar.data.sources.corpus import (
+    Reading,
+    cut_text,
+    document_hash,
+    is_held_out,
+    read_documents,
+)
 from underpar.data.tokens.train_bpe import train_tokenizer
 from underpar.errors import DataError
 
@@ -421,37 +427,50 @@ def test_repair_changes_nothing_where_nothing_is_wrong(
     assert ours == plain
 
 
-def near_corpus() -> tuple[list[str], list[str]]:
-    """Texts by hash, and near copies of the held-out ones that fall into training."""
+def on_side(pattern: str, is_val: bool) -> str:
+    """The first text of a pattern that the hash puts on that side."""
+    texts = (pattern.format(number) for number in range(1000))
+    return next(t for t in texts if is_held_out(document_hash(t), HOLDOUT) is is_val)
+
+
+def test_copies_are_dropped_as_if_they_had_never_been_there(tmp_path: Path) -> None:
     texts = [f"{text} {i} {i}" for i, text in enumerate(prose(40))]
-    copies = []
-    for text in held_out(texts, HOLDOUT)[:3]:
-        candidates = (f"{text} end{number}" for number in range(100))
-        copies.append(next(c for c in candidates if not is_held_out(document_hash(c), HOLDOUT)))
-    return texts, copies
-
-
-def test_near_copies_of_held_out_documents_are_dropped(tmp_path: Path) -> None:
-    texts, copies = near_corpus()
-    docs = write_jsonl(tmp_path / "docs.jsonl", [*texts, *copies])
+    val = held_out(texts, HOLDOUT)
+    in_training = [on_side(f"{text} end{{}}", is_val=False) for text in val[:3]]
+    # Half of it is in one training document, half in another.
+    halves = [on_side(f"{half} {{}}", is_val=False) for half in cut_text(val[3], 1200)]
+    in_val = [on_side(f"{val[4]} end{{}}", is_val=True), val[4]]
+    docs = write_jsonl(tmp_path / "docs.jsonl", [*texts, *in_training, *halves, *in_val])
     clean = write_jsonl(tmp_path / "clean.jsonl", texts)
     options = replace(OPTIONS, drop_near=0.7)
     manifest = build_data([docs], tmp_path / "dropped", options)
     build_data([clean], tmp_path / "clean", OPTIONS)
-    # As if they had never been there: they do not train the tokenizer either.
+    # They do not train the tokenizer either.
     ours, theirs = contents(tmp_path / "dropped"), contents(tmp_path / "clean")
     assert ours.pop("manifest.json") != theirs.pop("manifest.json")
     assert ours == theirs
     assert manifest["dropped"] == {
         "similarity": 0.7,
-        "sha256": sorted(document_hash(copy).hex() for copy in copies),
+        "train": sorted(document_hash(text).hex() for text in [*in_training, *halves]),
+        "val": [document_hash(in_val[0]).hex()],
     }
     hold_out = stated_hold_out(manifest)
     labelled = labelled_documents(manifest["inputs"], hold_out, Reading())
-    assert {document.text for _, _, document in labelled} == set(texts)
+    assert [document.text for _, _, document in labelled] == texts
     # With nothing to drop, the manifest says nothing.
     assert "dropped" not in build_data([clean], tmp_path / "again", options)
     assert "dropped" not in build_data([docs], tmp_path / "kept", OPTIONS)
+
+
+def test_a_held_out_text_counts_once(tmp_path: Path) -> None:
+    texts = list(prose(40))
+    docs = write_jsonl(tmp_path / "docs.jsonl", [*texts, *reversed(texts)])
+    manifest = build_data([docs], tmp_path / "data", replace(OPTIONS, drop_near=1.0, workers=2))
+    assert manifest["dropped"] == {"similarity": 1.0, "train": [], "val": []}
+    data = load_data(tmp_path / "data")
+    val = held_out(texts, HOLDOUT)
+    assert decoded(data, data.val) == [text.encode() for text in val]
+    assert data.train.num_documents == 2 * (len(texts) - len(val))
 
 
 def test_copies_of_held_out_files_are_dropped(tmp_path: Path) -> None:

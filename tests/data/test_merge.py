@@ -135,7 +135,7 @@ def test_what_all_folders_say_about_reading_is_kept(
     assert all(len(row["sha256"]) == 64 for row in merged["inputs"])
     # A part may have left texts out, so its sources cannot be counted again.
     assert "reading" not in merge_folders([tmp_path / "a", root / "b"], tmp_path / "mixed")
-    dropped = {"similarity": 0.7, "sha256": ["00" * 32]}
+    dropped = {"similarity": 0.7, "train": ["00" * 32], "val": []}
     edit_manifest(tmp_path / "a", lambda manifest: manifest.update(dropped=dropped))
     assert "reading" not in merge_folders([tmp_path / "a", tmp_path / "b"], tmp_path / "dropped")
     edit_manifest(tmp_path / "a", lambda manifest: manifest.pop("tally"))

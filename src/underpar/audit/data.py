@@ -20,10 +20,10 @@ import numpy as np
 
 from underpar.audit.case import Case
 from underpar.audit.finding import DEVIATION, PASS, Finding, deviates, judge, not_shown
-from underpar.audit.probes import pick_documents
 from underpar.build.levers import plug_levers
 from underpar.build.model import weight_shapes
 from underpar.data.duplicates import (
+    COPIES,
     PART_TOKENS,
     NearPair,
     NearSettings,
@@ -38,8 +38,8 @@ from underpar.data.folder import (
     max_natural_copies,
     sidecar_name,
 )
-from underpar.data.hold_out import BY_END, labelled_documents, stated_hold_out
-from underpar.data.shards import CHANGED, Shard
+from underpar.data.hold_out import BY_END, HoldOut, labelled_documents, stated_hold_out
+from underpar.data.shards import CHANGED, Shard, pick_documents
 from underpar.data.sources.corpus import Reading, is_held_out
 from underpar.data.tokens.tokenizer import Tokenizer
 from underpar.data.value_files import open_values
@@ -51,17 +51,6 @@ from underpar.score.method import PLAIN
 # Web text repeats itself: copies may hold so large a share of the held-out bytes, and may lower the
 # score by so large a share.
 NATURAL_SHARE, NATURAL_GAIN = 0.005, 0.001
-# A copy shares so many of the sets of three neighboring words with one training document, or of the
-# sets of eight with all of them. In two English corpora the most that documents of both splits
-# share by chance or by quoting is 0.50 and 0.41 (36 MB of training text).
-COPIES = NearSettings(
-    threshold=0.7,
-    shingle_words=3,
-    threshold_shared=0.6,
-    threshold_containment=0.5,
-    containment_words=8,
-    any_order=True,
-)
 # A piece of the tokenizer of more bytes holds text rather than a word.
 LONGEST_PIECE_BYTES = 64
 # A lossy tokenizer may change so large a share of the documents beyond NFKC and spaces.
@@ -236,7 +225,33 @@ def _source_differs(case: Case) -> str | None:
             return f"the documents of {name}, or their order, differ from those of the source"
     if num_changed > LOSSY_SHARE * num_held_out:
         return f"the tokenizer changes {num_changed} held-out documents beyond NFKC and spaces"
-    return ""
+    return _wrongly_dropped(case, hold_out, reading)
+
+
+def _dropped(manifest: dict[str, Any]) -> frozenset[bytes]:
+    """Hashes of the documents that the build left out as copies."""
+    rows = manifest.get("dropped", {"train": [], "val": []})
+    return frozenset(bytes.fromhex(row) for split in ("train", "val") for row in rows[split])
+
+
+def _wrongly_dropped(case: Case, hold_out: HoldOut, reading: Reading) -> str:
+    """Held-out documents may be left out if they repeat one that stays: others were hard ones."""
+    if not hold_out.dropped_val:
+        return ""
+    all_of_them = replace(hold_out, dropped_val=frozenset(), once=False)
+    labelled = labelled_documents(case.data.manifest["inputs"], all_of_them, reading)
+    texts = {digest: d.text for _, digest, d in labelled if digest in hold_out.dropped_val}
+    pieces = case.data.tokenizer.encode_texts(list(texts.values()))
+    left_out = Shard(
+        tokens=pieces.tokens,
+        starts=np.cumsum(pieces.counts) - pieces.counts,
+        doc_bytes=np.zeros(len(texts), dtype=np.int64),
+        doc_hashes=np.zeros((len(texts), 32), dtype=np.uint8),
+        flags=np.zeros(len(texts), dtype=np.uint8),
+    )
+    pairs, _ = find_duplicates(case.data.val, left_out, case.data.tokenizer.decode, COPIES)
+    num_wrong = len(hold_out.dropped_val) - len({pair.val for pair in pairs})
+    return f"{num_wrong} held-out documents were left out that repeat no other" if num_wrong else ""
 
 
 def _decode(case: Case, index: int) -> str:
@@ -332,6 +347,9 @@ def _breaks_split_rule(case: Case) -> list[str]:
     wrong = []
     hashes = {"train": case.data.train.doc_hashes, "val": case.data.val.doc_hashes}
     texts = {name: {row.tobytes() for row in rows} for name, rows in hashes.items()}
+    # What was left out as a copy counts where it was; the rule on bytes looks at its source.
+    for digest in _dropped(case.data.manifest):
+        texts["val" if is_held_out(digest, fraction) else "train"].add(digest)
     misplaced = [d for d in texts["train"] if is_held_out(d, fraction)]
     misplaced += [d for d in texts["val"] if not is_held_out(d, fraction)]
     if misplaced:

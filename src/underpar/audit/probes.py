@@ -146,16 +146,3 @@ def first_documents(shard: Shard, number: int) -> Shard:
         doc_hashes=shard.doc_hashes[:number],
         flags=shard.flags[:number],
     )
-
-
-def pick_documents(shard: Shard, indices: Sequence[int]) -> Shard:
-    """Some documents of a shard, as a shard."""
-    documents = [shard.doc(index) for index in indices]
-    lengths = np.array([len(tokens) for tokens in documents], dtype=np.int64)
-    return Shard(
-        tokens=np.concatenate(documents),
-        starts=np.cumsum(lengths) - lengths,
-        doc_bytes=shard.doc_bytes[indices],
-        doc_hashes=shard.doc_hashes[indices],
-        flags=shard.flags[indices],
-    )

@@ -13,10 +13,10 @@ import numpy as np
 
 from underpar.audit.case import Case, Repeated
 from underpar.audit.finding import PASS, Finding, judge, not_shown
-from underpar.audit.probes import pick_documents
 from underpar.build.levers import plug_levers
 from underpar.codec.stream import code_documents
 from underpar.core.versions import device_name
+from underpar.data.shards import pick_documents
 from underpar.data.xz import xz_bytes
 from underpar.recipe import to_tree
 from underpar.score.ledger import Entry, Score

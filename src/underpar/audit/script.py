@@ -18,11 +18,10 @@ import numpy as np
 import underpar
 from underpar.audit.case import Case
 from underpar.audit.finding import Finding, judge, not_shown
-from underpar.audit.probes import pick_documents
 from underpar.audit.scores import num_other_documents
 from underpar.data.folder import sidecar_name
 from underpar.data.folder_writer import FolderWriter
-from underpar.data.shards import Columns, Shard
+from underpar.data.shards import Columns, Shard, pick_documents
 from underpar.data.tokens.tokenizer import Tokenizer
 from underpar.data.value_files import open_values
 from underpar.errors import RuleError

@@ -15,8 +15,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from underpar.audit.probes import pick_documents
-from underpar.data.shards import Shard
+from underpar.data.shards import Shard, pick_documents
 from underpar.recipe import Recipe
 
 # One entry of prices: document, first target, nats. Target i of a document is its token i + 1.

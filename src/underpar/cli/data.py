@@ -308,9 +308,10 @@ def _notes(fields: Fields) -> Iterator[str]:
         )
     if "dropped" in fields.values:
         dropped = fields.table("dropped")
+        training, held_out = (len(dropped.texts(split)) for split in ("train", "val"))
         yield (
-            f"{len(dropped.texts('sha256')):,} training texts left out: each shares "
-            f"{dropped.finite('similarity'):.0%} or more of its 5-word runs with a held-out one"
+            f"{training:,} training and {held_out:,} held-out texts left out, and held-out texts "
+            f"that repeat exactly: copies by {dropped.finite('similarity'):.0%} or in pieces"
         )
     if "skipped" in fields.values:
         skipped = fields.table("skipped")

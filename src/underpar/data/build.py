@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from underpar import __version__
-from underpar.data.duplicates import NearSettings, exact_duplicates, find_duplicates
+from underpar.data.copies import Drops, find_drops
 from underpar.data.folder import hash_file, load_data
 from underpar.data.folder_writer import FolderWriter, new_data_folder
 from underpar.data.hold_out import (
@@ -18,7 +18,7 @@ from underpar.data.hold_out import (
     labelled_documents,
     read_batches,
 )
-from underpar.data.prepare import Job, Plan, prepare_all
+from underpar.data.prepare import Job, Plan, prepare_all, without_repeats
 from underpar.data.sources.corpus import (
     Inputs,
     Reading,
@@ -91,33 +91,21 @@ def build_data(
     so, at the end.
     """
     report = progress or (lambda stage, num_documents: None)
-    near = None if options.drop_near is None else NearSettings(threshold=options.drop_near)
     with new_data_folder(out, overwrite) as new:
         manifest = _build(inputs, new, options, report)
-        if near is None or not (dropped := _near_copies(new, near, options.workers, report)):
+        if options.drop_near is None:
+            return manifest
+        data = load_data(new, verify=False, refuse_shared=False)
+        workers = min(options.workers, workers_for(data.train.num_bytes))
+        drops = find_drops(
+            data, options.drop_near, workers, lambda done: report("near duplicates", done)
+        )
+        if not drops:
             return manifest
         # Again from the start: what is dropped must not train the tokenizer.
         for file in new.iterdir():
             file.unlink()
-        return _build(inputs, new, options, report, dropped)
-
-
-def _near_copies(
-    folder: Path, settings: NearSettings, workers: int, report: Progress
-) -> frozenset[bytes]:
-    """Hashes of the training documents that equal a held-out one, or nearly so."""
-    data = load_data(folder, verify=False, refuse_shared=False)
-    exact = [train for train, _ in exact_duplicates(data.train, data.val).across]
-    near, _ = find_duplicates(
-        data.train,
-        data.val,
-        data.tokenizer.decode,
-        settings,
-        lambda done, total: report("near duplicates", done),
-        min(workers, workers_for(data.train.num_bytes)),
-    )
-    copies = {*exact, *(pair.train for pair in near)}
-    return frozenset(data.train.doc_hashes[index].tobytes() for index in copies)
+        return _build(inputs, new, options, report, drops)
 
 
 def _build(
@@ -125,7 +113,7 @@ def _build(
     out: Path,
     options: BuildOptions,
     report: Progress,
-    dropped: frozenset[bytes] = frozenset(),
+    drops: Drops | None = None,
 ) -> dict[str, Any]:
     groups = _list_groups(inputs, options)
     sources = _describe_inputs(groups, options)
@@ -134,12 +122,13 @@ def _build(
         hold_out, sources = hold_out_first(sources, options.val_docs, reading)
     else:
         hold_out, reading = choose_hold_out(sources, options.fraction, options.reading)
-    hold_out = replace(hold_out, dropped=dropped)
+    if drops:
+        hold_out = replace(hold_out, dropped=drops.training, dropped_val=drops.held_out, once=True)
     content = _tokenizer_content(sources, hold_out, replace(options, reading=reading), report)
     tokenizer = open_tokenizer(content, options.transform)
     _check_vocab_size(tokenizer, options)
     plan = Plan(content, options.transform, reading, hold_out)
-    tally = Tally()
+    tally, seen = Tally(), set[bytes]()
     # Equal documents have equal hashes and thus one split. Only files can put a text on both sides,
     # where it is dropped if it may be.
     may_share = options.fraction is not None or options.drop_near is not None
@@ -148,7 +137,10 @@ def _build(
         for (batch, _), prepared in prepare_all(plan, jobs, options.workers):
             tally.add(prepared.tally)
             for split, columns in prepared.splits.items():
-                writer.add(batch.path, split, columns)
+                if split == "val" and hold_out.once:
+                    columns = without_repeats(columns, seen, tokenizer)
+                if columns.counts.size:
+                    writer.add(batch.path, split, columns)
             report("encode", tally.documents)
         _refuse_empty_split(writer, tally, options)
     return writer.write_manifest(
@@ -159,16 +151,19 @@ def _build(
             "split": hold_out.describe(),
             "reading": reading.describe(),
             "tally": asdict(tally),
-            **_describe_dropped(dropped, options),
+            **_describe_drops(drops, options),
         }
     )
 
 
-def _describe_dropped(dropped: frozenset[bytes], options: BuildOptions) -> dict[str, Any]:
-    if not dropped:
+def _describe_drops(drops: Drops | None, options: BuildOptions) -> dict[str, Any]:
+    if drops is None:
         return {}
-    hashes = sorted(digest.hex() for digest in dropped)
-    return {"dropped": {"similarity": options.drop_near, "sha256": hashes}}
+    hashes = {
+        split: sorted(digest.hex() for digest in digests)
+        for split, digests in (("train", drops.training), ("val", drops.held_out))
+    }
+    return {"dropped": {"similarity": options.drop_near, **hashes}}
 
 
 def _list_groups(inputs: Sequence[Path], options: BuildOptions) -> dict[str, Inputs]:

@@ -47,9 +47,12 @@ class HoldOut:
 
     rule: str
     fraction: float | None = None
-    # Hashes: those that the rule chose, and those of training documents that are left out.
+    # Hashes: those that the rule chose, and those of documents that are left out, by split.
     chosen: frozenset[bytes] = frozenset()
     dropped: frozenset[bytes] = frozenset()
+    dropped_val: frozenset[bytes] = frozenset()
+    # Whether a held-out text counts once, and later copies are left out.
+    once: bool = False
     # How many of the first documents are held out, if the rule is BY_PLACE.
     num_first: int = 0
 
@@ -58,16 +61,16 @@ class HoldOut:
 
         Copies of a text are in one split.
         """
-        is_chosen = digest in self.chosen
+        split: str | None = file_split
         if self.rule == BY_HASH:
             assert self.fraction is not None
-            is_chosen = is_held_out(digest, self.fraction)
-        if self.rule == BY_PLACE:
+            split = "val" if is_held_out(digest, self.fraction) else file_split
+        elif digest in self.chosen:
             # The place decides; a document that equals one of the first is a copy.
-            is_dropped = is_chosen or digest in self.dropped
-            return None if file_split == "train" and is_dropped else file_split
-        split = "val" if is_chosen else file_split
-        return None if split == "train" and digest in self.dropped else split
+            is_copy = self.rule == BY_PLACE and file_split == "train"
+            split = None if is_copy else "val"
+        left_out = self.dropped_val if split == "val" else self.dropped
+        return None if digest in left_out else split
 
     def describe(self) -> dict[str, Any]:
         """What the manifest says of the split."""
@@ -94,8 +97,12 @@ def stated_hold_out(manifest: dict[str, Any]) -> HoldOut:
     elif stated.get("rule") == BY_PLACE:
         reading = Reading(**manifest["reading"])
         hold_out = _hold_out_marked(manifest["inputs"], stated["first_documents"], reading)
-    dropped = manifest["dropped"]["sha256"] if "dropped" in manifest else []
-    return replace(hold_out, dropped=frozenset(map(bytes.fromhex, dropped)))
+    if "dropped" not in manifest:
+        return hold_out
+    dropped, dropped_val = (
+        frozenset(map(bytes.fromhex, manifest["dropped"][split])) for split in ("train", "val")
+    )
+    return replace(hold_out, dropped=dropped, dropped_val=dropped_val, once=True)
 
 
 def choose_hold_out(
@@ -191,10 +198,15 @@ def labelled_documents(
     sources: Sequence[Source], hold_out: HoldOut, reading: Reading
 ) -> Iterator[Labelled]:
     """(split, hash, document) of every document of `sources` that is not dropped."""
+    seen: set[bytes] = set()
     for source in sources:
         for batch, place_split in read_batches(source, reading.field):
             for document in parse(batch, reading, Tally()):
                 digest = document_hash(document.text)
                 split = hold_out.split_of(digest, place_split)
+                if split == "val" and hold_out.once and digest in seen:
+                    continue
+                if split == "val":
+                    seen.add(digest)
                 if split is not None:
                     yield split, digest, document

@@ -7,8 +7,9 @@ process can take any batch: on all cores of one machine, or inside another engin
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -89,8 +90,42 @@ class Preparer:
         # A normalizer may drop whitespace at the edges of a document. No token counts those bytes.
         wrong = np.where(pieces.changed, counted > doc_bytes, counted != doc_bytes)
         assert not wrong.any(), "the source bytes do not add up to the text"
-        by_table = np.add.reduceat(self.tokenizer.token_bytes[pieces.tokens], firsts)
-        return int(np.count_nonzero(by_table != doc_bytes))
+        return _count_off_table(self.tokenizer, pieces.tokens, firsts, doc_bytes)
+
+
+def _count_off_table(
+    tokenizer: Tokenizer,
+    tokens: npt.NDArray[Any],
+    firsts: npt.NDArray[np.int64],
+    doc_bytes: npt.NDArray[np.int64],
+) -> int:
+    by_table = np.add.reduceat(tokenizer.token_bytes[tokens], firsts)
+    return int(np.count_nonzero(by_table != doc_bytes))
+
+
+def without_repeats(columns: Columns, seen: set[bytes], tokenizer: Tokenizer) -> Columns:
+    """The documents whose hash is not in `seen`, to which theirs are added."""
+    is_new = np.zeros(len(columns.counts), dtype=bool)
+    for index, row in enumerate(columns.doc_hashes):
+        is_new[index] = row.tobytes() not in seen
+        seen.add(row.tobytes())
+    if is_new.all():
+        return columns
+    mask, source_bytes = np.repeat(is_new, columns.counts), columns.source_bytes
+    rest = replace(
+        columns,
+        tokens=columns.tokens[mask],
+        source_bytes=None if source_bytes is None else source_bytes[mask],
+        counts=columns.counts[is_new],
+        doc_bytes=columns.doc_bytes[is_new],
+        doc_hashes=columns.doc_hashes[is_new],
+        flags=columns.flags[is_new],
+        num_off_table=0,
+    )
+    if not rest.counts.size:
+        return rest
+    off = _count_off_table(tokenizer, rest.tokens, rest.starts, rest.doc_bytes)
+    return replace(rest, num_off_table=off)
 
 
 Job = tuple[RawBatch, str]

@@ -20,7 +20,7 @@ Layout, little-endian:
 import hashlib
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -99,6 +99,19 @@ class Shard:
                     flags=self.flags[first:end],
                 ),
             )
+
+
+def pick_documents(shard: Shard, indices: Sequence[int]) -> Shard:
+    """Some documents of a shard, as a shard."""
+    documents = [shard.doc(index) for index in indices]
+    lengths = np.array([len(tokens) for tokens in documents], dtype=np.int64)
+    return Shard(
+        tokens=np.concatenate([shard.tokens[:0], *documents]),
+        starts=np.cumsum(lengths) - lengths,
+        doc_bytes=shard.doc_bytes[indices],
+        doc_hashes=shard.doc_hashes[indices],
+        flags=shard.flags[indices],
+    )
 
 
 @dataclass(frozen=True, eq=False)

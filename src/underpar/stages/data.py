@@ -8,7 +8,8 @@ from typing import Any
 from underpar.build.levers import transform_of
 from underpar.core.progress import SILENT, Progress
 from underpar.data.build import BuildOptions, build_data
-from underpar.data.duplicates import NearSettings, audit_duplicates, find_duplicates
+from underpar.data.copies import find_copies, repeated_documents
+from underpar.data.duplicates import NearSettings, audit_duplicates
 from underpar.data.folder import load_data
 from underpar.data.published.exchange import ImportOptions, import_published
 from underpar.data.sources.fetch import FetchOptions, FetchSummary, fetch
@@ -52,25 +53,21 @@ def build_data_folder(
 
 
 def _note_near_copies(folder: Path, progress: Progress) -> None:
-    """One line if training nearly repeats held-out documents, or if there is too much to look."""
+    """One line if held-out text has copies, or if there is too much training text to look."""
     data = load_data(folder, verify=False)
-    settings, num_bytes = NearSettings(), data.train.num_bytes
+    num_bytes = data.train.num_bytes
     if num_bytes > MOST_SEARCHED_BYTES:
         progress.note(
             f"not looked for near duplicates in {num_bytes / 1e6:,.0f} MB: 'underpar data audit "
             f"{folder}' does"
         )
         return
-    workers = workers_for(num_bytes)
-    pairs, _ = find_duplicates(
-        data.train, data.val, data.tokenizer.decode, settings, workers=workers
-    )
-    if pairs:
+    copied, _ = find_copies(data, workers_for(num_bytes))
+    if copied := copied | repeated_documents(data):
         progress.note(
-            f"training nearly repeats {len({pair.val for pair in pairs})} of "
-            f"{data.val.num_documents} held-out documents: --drop-near {settings.threshold} leaves "
-            f"{len({pair.train for pair in pairs})} training documents out; 'underpar data audit "
-            f"{folder}' names them"
+            f"{len(copied)} of {data.val.num_documents} held-out documents nearly repeat training "
+            "text or each other, which an audit counts against a score: --drop-near 0.7 leaves "
+            "copies out"
         )
 
 

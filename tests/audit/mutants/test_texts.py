@@ -25,8 +25,11 @@ from underpar.audit.finding import (
     overall,
 )
 from underpar.core.run_folder import RunFolder
+from underpar.data import build
 from underpar.data.build import BuildOptions, build_data
+from underpar.data.copies import Drops
 from underpar.data.folder import hash_file, load_data
+from underpar.data.sources.corpus import document_hash, is_held_out
 from underpar.data.value_files import open_values
 from underpar.score.ledger import Entry
 from underpar.score.method import PLAIN
@@ -188,3 +191,30 @@ def test_a_model_that_was_trained_on_the_held_out_text(tiny_run: TinyRun, tmp_pa
     score_artifact(run.artifact_file, forge.data, CPU, PLAIN)
     finding = memorization(open_case(run, CPU, AuditRequest(forge.data)))
     assert finding.verdict == FAIL, finding.summary
+
+
+def test_held_out_documents_that_are_no_copies_cannot_be_left_out(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [text[:800] for text in prose(200)]
+    val = [text for text in texts if is_held_out(document_hash(text), 0.1)]
+    # A held-out text and one that nearly repeats it.
+    twin = next(t for i in range(1000) if is_held_out(document_hash(t := f"{val[0]} {i}"), 0.1))
+    source = write_jsonl(tmp_path / "source.jsonl", [*texts, twin])
+    options = BuildOptions(500, 0.1, drop_near=0.7)
+    manifest = build_data([source], tmp_path / "honest", options)
+    assert manifest["dropped"]["val"] == [document_hash(twin).hex()]
+    assert manifest["val"]["documents"] == len(val)
+    for rule in (byte_count, splits):
+        honest = rule(about(case, tmp_path / "honest"))
+        assert honest.verdict == PASS, honest.summary
+
+    def without_hard_ones(*_: object) -> Drops:
+        hard = {document_hash(text) for text in (twin, *val[1:3])}
+        return Drops(frozenset(), frozenset(hard), has_repeats=False)
+
+    monkeypatch.setattr(build, "find_drops", without_hard_ones)
+    build_data([source], tmp_path / "forged", options)
+    forged = byte_count(about(case, tmp_path / "forged"))
+    assert forged.verdict == FAIL
+    assert "2 held-out documents were left out that repeat no other" in forged.summary
