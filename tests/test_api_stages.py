@@ -87,6 +87,9 @@ def test_data_are_those_of_the_stage(corpus_file: Path, tiny_data: Path, tmp_pat
 def test_values_are_changed_by_name(tiny_run: TinyRun, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="num_layer"):
         underpar.train("baseline+cpu", tiny_run.data, tmp_path / "a", set={"model.num_layer": 2})
+    missing = tmp_path / "mine.toml"
+    with pytest.raises(RecipeError, match=r"mine\.toml' does not exist"):
+        underpar.train(missing, tiny_run.data, tmp_path / "a", set={"data.tokenizer": missing})
     with pytest.raises(RecipeError, match=r"only quant\.\* can change"):
         underpar.pack(tiny_run.folder.path, set={"model.num_layers": 2})
     with pytest.raises(RuleError, match="leave out --with"):

@@ -93,7 +93,7 @@ class TrainedRun:
 def build_data(
     texts: PathLike | Iterable[PathLike],
     out: PathLike,
-    recipe: str = "demo",
+    recipe: PathLike = "demo",
     *,
     set: Changes = NO_CHANGES,
     workers: int = 1,
@@ -104,7 +104,7 @@ def build_data(
 
     More than one worker needs the `if __name__ == "__main__"` of multiprocessing in scripts.
     """
-    options = data_stage.build_options(load_checked(recipe, _overrides(set)))
+    options = data_stage.build_options(load_checked(os.fspath(recipe), _overrides(set)))
     inputs = [Path(p) for p in ([texts] if isinstance(texts, str | os.PathLike) else texts)]
     options = replace(options, workers=workers)
     data_stage.build_data_folder(inputs, Path(out), options, progress, overwrite)
@@ -112,7 +112,7 @@ def build_data(
 
 
 def train(
-    recipe: str,
+    recipe: PathLike,
     data: PathLike,
     out: PathLike,
     *,
@@ -124,7 +124,7 @@ def train(
     """Train a recipe on a data folder into the run folder `out`; continues a run that is there."""
     runtime = open_runtime(device, compiled)
     warm_compiler(runtime)
-    resolved = load_checked(recipe, _overrides(set))
+    resolved = load_checked(os.fspath(recipe), _overrides(set))
     shown = progress if runtime.is_main else SILENT
     summary = train_stage.train(resolved, Path(data), RunFolder(Path(out)), runtime, shown)
     known = {field.name for field in fields(TrainedRun)} & summary.keys()
@@ -207,7 +207,7 @@ def load(artifact: PathLike, device: str = "cpu") -> Model:
 
 def _overrides(changes: Changes) -> list[str]:
     """Changes as the command line writes them: TOML and JSON agree on such values."""
-    return [f"{key}={json.dumps(value)}" for key, value in changes.items()]
+    return [f"{key}={json.dumps(value, default=str)}" for key, value in changes.items()]
 
 
 @dataclass(frozen=True)
@@ -424,15 +424,18 @@ class Model:
 
 
 def _as_list(texts: Text | Iterable[Text]) -> list[Text]:
-    return [texts] if isinstance(texts, Text) else list(texts)
+    one = isinstance(texts, Text | bytearray | memoryview) or not isinstance(texts, Iterable)
+    return [texts] if one else list(texts)  # type: ignore[list-item, arg-type]
 
 
 def _raw(text: Text) -> bytes:
     """The bytes of a text."""
     try:
-        return text.encode() if isinstance(text, str) else bytes(text)
+        return text.encode() if isinstance(text, str) else bytes(memoryview(text))
     except UnicodeEncodeError as error:
         raise DataError(f"text has a lone surrogate at character {error.start}") from error
+    except TypeError as error:
+        raise DataError(f"expected a text as str or bytes, not {type(text).__name__}") from error
 
 
 def _documents_of(

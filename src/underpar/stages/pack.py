@@ -42,6 +42,7 @@ from underpar.core.progress import SILENT, Progress
 from underpar.core.run_folder import RunFolder, write_atomic, write_json
 from underpar.core.runtime import Runtime
 from underpar.core.tensor_files import read_about, require_shapes, save_tensors
+from underpar.core.versions import versions
 from underpar.data.folder import DataFolder, load_data
 from underpar.data.tokens.tokenizer import open_tokenizer, read_model
 from underpar.errors import ArtifactError, DataError, RecipeError, RunError
@@ -370,7 +371,7 @@ def _pack_run(
     budget.enforce()
     write_atomic(folder.artifact_file, data)
     digest = {"artifact_sha256": hashlib.sha256(data).hexdigest()}
-    write_json(folder.budget_file, {**digest, **budget.as_dict()})
+    write_json(folder.budget_file, {**digest, **budget.as_dict(), "versions": versions()})
     write_script(folder, artifact.recipe, digest["artifact_sha256"])
     return budget
 
