@@ -424,8 +424,9 @@ class Model:
 
 
 def _as_list(texts: Text | Iterable[Text]) -> list[Text]:
-    one = isinstance(texts, Text | bytearray | memoryview) or not isinstance(texts, Iterable)
-    return [texts] if one else list(texts)  # type: ignore[list-item, arg-type]
+    if isinstance(texts, Text) or not isinstance(texts, Iterable):
+        return [texts]
+    return list(texts)
 
 
 def _raw(text: Text) -> bytes:
