@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,15 +14,19 @@ from underpar.data.build import BuildOptions, build_data
 from underpar.data.sources.corpus import demo_corpus
 from underpar.errors import UnderparError
 from underpar.recipe import load_recipe
-from underpar.stages.demo import fresh_run, is_demo_data, run_demo
+from underpar.stages.demo import SAMPLE, fresh_run, is_demo_data, run_demo
 
 SMALL = ["train.budget_seconds=0", "train.budget_steps=5", "model.num_layers=1", "model.dim=64"]
 SMALL += ["model.num_heads=2", "model.num_kv_heads=1", "model.mlp_dim=64"]
-# A third of the demo's held-out documents.
-SMALL += ["data.holdout=0.03"]
+SMALL += ["model.vocab_size=512", "levers.bigram.buckets=512"]
 
 
-def test_a_small_demo_runs_every_stage(tmp_path: Path) -> None:
+def test_a_small_demo_runs_every_stage(
+    corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Some of the embedded corpus, and fewer tokens to code: the demo itself has a test below.
+    monkeypatch.setattr("underpar.stages.demo.demo_corpus", lambda: corpus_file)
+    monkeypatch.setattr("underpar.stages.demo.SAMPLE", replace(SAMPLE, code_tokens=1000))
     result = run_demo(load_recipe("demo", SMALL), tmp_path)
     assert result["audit"] == "pass"
     assert (tmp_path / "document.back").read_bytes() == (tmp_path / "document.txt").read_bytes()
