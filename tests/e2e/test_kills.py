@@ -203,7 +203,10 @@ def test_a_full_disk_names_the_file_and_leaves_the_old_ones(road: Road) -> None:
         [end] = road.killer.run(road.stages[stage], file_bytes=30_000)
         assert (end.code, is_one_line(end.output)) == (2, True), end.output
         assert f"{name} cannot be written: File too large; no file was replaced" in end.output
-        assert outcome(road.work) == road.wanted[stage]
+        left = outcome(road.work)
+        # A training that failed says why, in a file of its own.
+        assert (left.pop("run/failure.json", None) is not None) == (stage == "train")
+        assert left == road.wanted[stage]
         assert leftovers(road.work) == []
 
 
