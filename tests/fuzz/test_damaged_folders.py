@@ -37,6 +37,7 @@ from underpar.errors import UnderparError, one_line
 from underpar.lab.compare import read_result
 from underpar.quant.files import read_quantized
 from underpar.report.build import build_report
+from underpar.report.excerpt import read_texts
 from underpar.report.gather import gather
 from underpar.schema import QuantPart
 from underpar.score.partial import Partial
@@ -232,7 +233,10 @@ def targets(tiny_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> list
         gather(folder)
 
     def report() -> None:
-        build_report([folder], root / "page.html")
+        build_report([folder], root / "page.html", with_text=False)
+
+    def excerpt() -> None:
+        read_texts(folder, gather(folder))
 
     def pack_job(quant: QuantPart | None = part) -> None:
         open_pack_job(folder, part=quant)
@@ -277,7 +281,7 @@ def targets(tiny_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> list
             folder.about_file,
             (lambda: data_of(folder), look),
             edit_json,
-            heavy=(case, report),
+            heavy=(case, report, excerpt),
         ),
         Target(
             "metrics",
@@ -304,7 +308,7 @@ def targets(tiny_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> list
             folder.score_file("adapt"),
             (look, lambda: read_result(str(run_path), "adapt")),
             edit_json,
-            heavy=(audit, report),
+            heavy=(audit, report, excerpt),
         ),
         Target(
             "weights",

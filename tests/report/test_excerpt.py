@@ -115,6 +115,20 @@ def unpacked(folder: RunFolder) -> None:
     folder.artifact_file.unlink()
 
 
+def with_other_documents(folder: RunFolder) -> None:
+    for path in folder.score_files():
+        tree = json.loads(path.read_text())
+        tree["ledger"] = [entry | {"document": 10**9} for entry in tree["ledger"]]
+        path.write_text(json.dumps(tree))
+
+
+def with_damaged_data(folder: RunFolder) -> None:
+    path = Path(folder.read_json(folder.about_file)["data"]) / "val.shard"
+    raw = bytearray(path.read_bytes())
+    raw[-2:] = b"\xff\xff"
+    path.write_bytes(raw)
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -122,6 +136,8 @@ def unpacked(folder: RunFolder) -> None:
         (without_data, "the data folder /nowhere/data is not here"),
         (with_other_data, "holds other data than were scored"),
         (unpacked, "run &#39;underpar pack"),
+        (with_other_documents, "no held-out document has any text"),
+        (with_damaged_data, "val.shard"),
     ],
 )
 def test_a_page_without_an_excerpt_says_why(

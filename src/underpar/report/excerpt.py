@@ -100,7 +100,7 @@ def _open_data(run: RunReport, result: ScoreResult) -> DataFolder:
     path = dict(run.about).get("data", "")
     if not path or not Path(path).is_dir():
         raise DataError(f"the data folder {path or 'of the run'} is not here")
-    data = load_data(Path(path), verify=False)
+    data = load_data(Path(path))
     if data_identity(data) != result.data_identity:
         raise DataError(f"the data folder {path} holds other data than were scored")
     return data
@@ -129,7 +129,7 @@ def _open_excerpt(folder: RunFolder, data: DataFolder, result: ScoreResult) -> E
     if identity != result.artifact_sha256:
         raise DataError("the score is of another artifact")
     require_same_tokenizer(artifact, data.tokenizer)
-    document = typical_document(result)
+    document = typical_document(result, data.val.num_documents)
     raw = beginning(data.tokenizer.decode(data.val.doc(document)), EXCERPT_BYTES)
     tokenizer, runtime = build_tokenizer(artifact), Runtime(torch.device("cpu"))
     predictor = build_predictor(artifact, runtime.device)
@@ -139,10 +139,10 @@ def _open_excerpt(folder: RunFolder, data: DataFolder, result: ScoreResult) -> E
     return Excerpt(document, pieces, prompt, "".join(sample))
 
 
-def typical_document(result: ScoreResult) -> int:
+def typical_document(result: ScoreResult, num_documents: int) -> int:
     """The document with the median of bits per byte, among those of some length."""
-    entries = [e for e in result.score.entries if e.num_bytes >= FEWEST_BYTES]
-    entries = entries or [e for e in result.score.entries if e.num_bytes]
+    priced = [e for e in result.score.entries if e.num_bytes and e.document < num_documents]
+    entries = [e for e in priced if e.num_bytes >= FEWEST_BYTES] or priced
     if not entries:
         raise DataError("no held-out document has any text")
     entries.sort(key=lambda e: e.bits / e.num_bytes)
