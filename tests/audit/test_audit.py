@@ -432,3 +432,20 @@ def test_a_score_fits_the_limit_of_its_recipe(case: Case) -> None:
     assert f"adapt {took:.1f}, of them load {load:.1f}" in found.summary
     # A recipe cannot give itself more time than the auditor does.
     assert with_limit(10_000.0).evidence["limit_seconds"] == 600
+
+
+def test_a_rate_over_the_whole_text_is_paid_for(case: Case) -> None:
+    name, adapted = "stream_sgd", case.scores["adapt"]
+    settings = {"settings": {name: {"cosine": True}}, "levers": [name], "name": ""}
+
+    def found(side_bits: float) -> Finding:
+        how = {**adapted.how, **settings}
+        forged = dataclasses.replace(adapted, method=name, how=how, side_bits=side_bits)
+        claims = {name: case.claims["adapt"]}
+        return score_files(dataclasses.replace(case, scores={name: forged}, claims=claims))
+
+    assert (
+        "0 bits of side information do not belong"
+        in found(0.0).evidence["wrong"][f"score-{name}.json"]
+    )
+    assert found(32.0).verdict == PASS

@@ -58,6 +58,7 @@ SLOW_METHODS = [
     (Method(("lora_ttt", "tilt")), LORA_CHANGES),
     (Method(("lora_ttt",), order=PUBLISHED), LORA_CHANGES),
     (Method(("lora_ttt",), seconds=1e-6), LORA_CHANGES),
+    (Method(("stream_sgd",), stride=64, flat=True), ["levers.stream_sgd={lr=0.01, cosine=true}"]),
 ]
 
 

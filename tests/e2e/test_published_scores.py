@@ -1,0 +1,44 @@
+"""Published recipes at cpu size, trained, packed, scored as they say, and audited."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from commands import run_json
+from underpar.build.levers import resolve_levers
+from underpar.recipe import Recipe, load_recipe
+
+# Adapters that such short texts and so small a model leave time for.
+CHANGES = {
+    "pr2014": ["levers.lora_ttt.rank=4"],
+    "pr2135": ["levers.lora_ttt.rank=4"],
+    "pr1894": ["score.adapt_tokens=512", "levers.stream_sgd.lr=0.02"],
+    "pr1219": [],
+}
+LABELS = {
+    "pr2014": "lora_ttt+phased_sgd+published",
+    "pr2135": "lora_ttt+phased_sgd+tilt+published",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_published_recipe_is_scored_as_it_says_and_passes_the_audit(
+    name: str, data_for: Callable[[Recipe], Path], tmp_path: Path
+) -> None:
+    changes = ["train.budget_steps=12", "model.vocab_size=512", *CHANGES[name]]
+    data = data_for(resolve_levers(load_recipe(f"{name}+cpu", changes)))
+    run, sets = tmp_path / "run", [word for change in changes for word in ("--set", change)]
+    run_json("train", f"{name}+cpu", "--data", data, "--out", run, *sets)
+    run_json("pack", run)
+    words = ("score", run, "--data", data)
+    plain, adapted = run_json(*words), run_json(*words, "--adapt")
+    assert (adapted["method"], adapted["targets"]) == ("adapt", plain["targets"])
+    assert adapted["bits"] != plain["bits"]
+    audited = run_json("audit", run, "--code-tokens", 200, "--documents", 3, "--seed", 0)
+    assert audited["verdict"] == "pass", audited["findings"]
+    if name in LABELS:
+        # The published loop needs no more than its name, and is no order for a decoder.
+        sorted_ = run_json(*words, "--adapt", "--order", "published")
+        assert (sorted_["method"], sorted_["order"]) == (LABELS[name], "published")
