@@ -485,6 +485,7 @@ def test_copies_of_held_out_files_are_dropped(tmp_path: Path) -> None:
     assert data.val.num_documents == 3
 
 
-def test_a_similarity_out_of_range_is_refused(docs: Path, tmp_path: Path) -> None:
-    message = refusal([docs], tmp_path / "out", replace(OPTIONS, drop_near=7))
-    assert "threshold is 7, expected above 0 and at most 1" in message
+@pytest.mark.parametrize("similarity", [0, -0.1, 7, float("nan")])
+def test_a_similarity_out_of_range_is_refused(similarity: float) -> None:
+    with pytest.raises(DataError, match=r"drop_near is .*, expected above 0 and at most 1"):
+        BuildOptions(400, drop_near=similarity)

@@ -124,6 +124,8 @@ def test_build_holds_out_the_end_of_a_novel(tmp_path: Path, fails: Fails) -> Non
     words = ("data", "build", novel, "--out", tmp_path / "out", *BYTES)
     assert "--val, --holdout and --val-docs" in fails(*words, "--val", novel, "--holdout", 0.2)
     assert "holdout is 2.0, expected a fraction" in fails(*words, "--holdout", 2)
+    refused = fails(*words, "--split-documents", -5)
+    assert "split_documents is -5, expected characters, or 0 to cut none" in refused
     output = run(*words, "--holdout", 0.2)
     assert "of each, the last 20% is held out, in pieces of up to 1,000 characters" in output
     manifest = run_json("data", "inspect", tmp_path / "out")
@@ -184,7 +186,7 @@ def test_build_says_that_training_repeats_held_out_documents(
     assert "held-out texts left out, and held-out texts that repeat exactly" in result.stdout
     assert "--drop-near" not in result.stderr
     run("data", "audit", tmp_path / "out")
-    assert "threshold is 1.2, expected above 0" in fails(*words, "--drop-near", 1.2)
+    assert "drop_near is 1.2, expected above 0" in fails(*words, "--drop-near", 1.2)
     monkeypatch.setattr("underpar.stages.data.MOST_SEARCHED_BYTES", 1000)
     assert "not looked for near duplicates in 0 MB" in invoke(*words).stderr
 

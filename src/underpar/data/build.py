@@ -70,6 +70,8 @@ class BuildOptions:
             raise DataError(f"tokenizer kind is {self.kind!r}, expected 'bpe' or 'bytes'")
         if self.workers < 1:
             raise DataError(f"workers is {self.workers}, expected at least 1")
+        if self.drop_near is not None and not 0 < self.drop_near <= 1:
+            raise DataError(f"drop_near is {self.drop_near}, expected above 0 and at most 1")
 
     @property
     def fraction(self) -> float | None:
