@@ -48,11 +48,11 @@ def build_data_folder(
         manifest = build_data(inputs, out, options, on_progress, overwrite)
         task.update(1, f"{manifest['train']['tokens']:,} training tokens")
     if options.drop_near is None:
-        _note_near_copies(out, progress)
+        _note_near_copies(out, options.workers, progress)
     return manifest
 
 
-def _note_near_copies(folder: Path, progress: Progress) -> None:
+def _note_near_copies(folder: Path, workers: int, progress: Progress) -> None:
     """One line if held-out text has copies, or if there is too much training text to look."""
     data = load_data(folder, verify=False)
     num_bytes = data.train.num_bytes
@@ -62,7 +62,7 @@ def _note_near_copies(folder: Path, progress: Progress) -> None:
             f"{folder}' does"
         )
         return
-    copied, _ = find_copies(data, workers_for(num_bytes))
+    copied, _ = find_copies(data, min(workers, workers_for(num_bytes)))
     if copied := copied | repeated_documents(data):
         progress.note(
             f"{len(copied)} of {data.val.num_documents} held-out documents nearly repeat training "
