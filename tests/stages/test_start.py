@@ -23,7 +23,7 @@ def short_of(memory_tokens: int) -> object:
     """A warm-up on a device that holds so many tokens, and whose compiler fails."""
 
     def warm_up(*job: object) -> int:
-        _, loader, _, runtime, _ = job
+        _, loader, _, runtime, *_ = job
         if max(micro.tokens for micro in loader.plan) > memory_tokens:  # type: ignore[attr-defined]
             raise torch.OutOfMemoryError("CUDA out of memory")
         if runtime.compiled:  # type: ignore[attr-defined]
