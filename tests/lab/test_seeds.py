@@ -164,7 +164,7 @@ def test_mistakes_are_named(seeds: list[RunFolder], tmp_path: Path) -> None:
     half.validation_file.unlink()
     run, out = seeds[0], tmp_path / "out.md"
     for path, folders, message in (
-        (out, [half], r"validation\.json does not exist; run 'underpar train'"),
+        (out, [half], r"validation\.json does not exist; run 'underpar train "),
         (tmp_path / "out.svg", [run], "give a Markdown file"),
         (out, [RunFolder(tmp_path / "nowhere")], "not a run folder"),
         (out, [], "at least one"),

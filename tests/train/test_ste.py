@@ -377,6 +377,6 @@ def test_a_pattern_that_fits_nothing_is_refused_in_the_first_step(
 
 
 def test_a_recipe_takes_it() -> None:
-    recipe: Recipe = load_recipe("pr1894", ["levers.ste=true"])
+    recipe: Recipe = load_recipe("baseline", ["levers.ste=true"])
     assert lever_settings(recipe)["ste"] == Settings()
     assert list(plug_levers(recipe, "train")) == ["ste"]

@@ -71,14 +71,20 @@ def _until(stops: Sequence[str], pieces: Iterable[str]) -> Iterator[str]:
     waiting = ""
     for piece in pieces:
         waiting += piece
-        found = [waiting.index(stop) for stop in stops if stop in waiting]
-        if found:
-            yield waiting[: min(found)]
-            return
         ready = len(waiting) - max((_overlap(waiting, stop) for stop in stops), default=0)
+        end = _first(waiting, stops)
+        # One that began before the one that is found may still come to its end.
+        if end is not None and end <= ready:
+            yield waiting[:end]
+            return
         yield waiting[:ready]
         waiting = waiting[ready:]
-    yield waiting
+    yield waiting[: _first(waiting, stops)]
+
+
+def _first(text: str, stops: Sequence[str]) -> int | None:
+    """Where the first of `stops` begins in `text`, if one is in it."""
+    return min((text.index(stop) for stop in stops if stop in text), default=None)
 
 
 def _overlap(text: str, stop: str) -> int:
