@@ -57,7 +57,7 @@ class Settings:
         require(once, f"{where}products = {self.products}: name each once")
 
 
-TINY = (Settings(), Settings(products=("mlp",), rank=1))
+TINY = (Settings(products=PRODUCTS),)
 
 
 class Lever(nn.Module):
