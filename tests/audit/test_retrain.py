@@ -17,13 +17,13 @@ from tiny import TinyRun
 from underpar.audit.case import Case, Limits
 from underpar.audit.clock import training_time
 from underpar.audit.finding import FAIL, NOT_SHOWN, PASS, Finding, judge
-from underpar.audit.probes import pick_documents
 from underpar.audit.retrain import Segment, deal, training
 from underpar.build.levers import resolve_levers
 from underpar.core.run_folder import RunFolder, write_json
 from underpar.core.runtime import Clock, Runtime
 from underpar.core.tensor_files import read_tensors, save_tensors
 from underpar.data.folder import DataFolder, data_identity, hash_file, load_data
+from underpar.data.shards import pick_documents
 from underpar.errors import RunError, UnderparError
 from underpar.recipe import Recipe, load_recipe
 from underpar.stages.audit import AuditRequest, open_case
