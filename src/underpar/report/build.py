@@ -27,7 +27,7 @@ from underpar.report.charts import Bar, Dot, Labels, Line, Mark, Segment
 from underpar.report.excerpt import LEVELS, Texts, read_texts
 from underpar.report.facts import RunReport, ScoreResult, Step
 from underpar.report.gather import gather, show
-from underpar.report.told import sentence, to_markdown
+from underpar.report.summary import sentence, to_markdown
 from underpar.score.ledger import Entry
 
 # Most points of a curve, places with a tooltip, dots: more would only make the file larger.

@@ -16,7 +16,7 @@ from underpar.report.ancestry import Difference, ancestry_of
 from underpar.report.build import build_report
 from underpar.report.facts import lever_title
 from underpar.report.gather import gather
-from underpar.report.told import plain, sentence
+from underpar.report.summary import plain, sentence
 
 HOSTILE = "a|b <script>`x`</script> [l](http://h)\n# heading"
 
