@@ -55,7 +55,7 @@ def test_a_run_in_a_sentence(make_run: Any, trees: Any) -> None:
     run = gather(make_run(about=about, recipe="[train]\nseed = 3\n"))
     assert sentence(run) == (
         "baseline with 2 changes, 10 steps in 5.0 s on cpu, 2 threads, 2026-11-19; "
-        "6,789 of 16,000,000 bytes; 25.0 % smaller than xz (3.0000 bits per byte), with adapt "
+        "6,789 of 16,000,000 bytes; 25.0 % smaller than xz (3.0000 bits per byte), adapting "
         f"28.7 % smaller than xz (2.8500 bits per byte); all {len(RULES)} checks pass."
     )
 

@@ -43,7 +43,7 @@ def _scored(run: RunReport) -> str:
     told = []
     for method, result in run.scores.items():
         c = result.comparison
-        name = "" if method == "plain" else f"with {method} "
+        name = {"plain": "", "adapt": "adapting "}.get(method, f"with {method} ")
         told.append(f"{name}{against_xz(c.bpb / c.xz_bpb)} ({c.bpb:.4f} bits per byte)")
     words = ", ".join(told) or "not scored yet"
     stale = any(name.startswith("score-") for name in run.stale_files())
