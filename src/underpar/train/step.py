@@ -35,19 +35,6 @@ def open_loader(shard: Shard, part: TrainPart) -> Loader:
     return Loader(shard, plan, part.seed, part.order, piece_tokens=part.piece_tokens)
 
 
-def mean_loss(
-    network: Network, batch: Batch, run: Eager = EAGER, weighers: Sequence[Weigher] = ()
-) -> Tensor:
-    """Mean nats per target of one micro-batch. A compiled `run` compiles every part.
-
-    With `weighers` the gradient is that of the weighted mean; the value is still the plain mean.
-    """
-    stream = network.run_blocks(batch.inputs, PackedCache(batch.segments), run)
-    rest = (batch.targets, run.fused, tuple(weighers))
-    loss: Tensor = run.end(stream_loss, network, stream, *rest)
-    return loss
-
-
 def stream_loss(
     network: Network, stream: Stream, targets: Tensor, fused: bool, weighers: Sequence[Weigher] = ()
 ) -> Tensor:
@@ -68,6 +55,24 @@ def stream_loss(
     return nats.detach().mean() + weighted - weighted.detach()
 
 
+def mean_loss(
+    network: Network,
+    batch: Batch,
+    run: Eager = EAGER,
+    weighers: Sequence[Weigher] = (),
+    loss_of: Callable[..., Tensor] = stream_loss,
+) -> Tensor:
+    """Mean nats per target of one micro-batch. A compiled `run` compiles every part.
+
+    With `weighers` the gradient is that of the weighted mean; the value is still the plain mean.
+    `loss_of` makes the loss of the stream after the last block.
+    """
+    stream = network.run_blocks(batch.inputs, PackedCache(batch.segments), run)
+    rest = (batch.targets, run.fused, tuple(weighers))
+    loss: Tensor = run.end(loss_of, network, stream, *rest)
+    return loss
+
+
 def sum_penalties(
     penalties: Sequence[Penalty], model: nn.Module, step: int, p: float
 ) -> Tensor | None:
@@ -85,6 +90,7 @@ def accumulate(
     run: Eager = EAGER,
     penalty: Callable[[], Tensor | None] | None = None,
     weighers: Sequence[Weigher] = (),
+    loss_of: Callable[..., Tensor] = stream_loss,
 ) -> Tensor:
     """Leave the global batch's gradients on every rank; returns its mean loss in nats per token.
 
@@ -95,7 +101,7 @@ def accumulate(
     for _ in range(num_micro_batches // runtime.world):
         batch = next(batches).to(runtime.device, non_blocking=True)
         with products(runtime.device, runtime.dtype):
-            loss = mean_loss(network, batch, run, weighers) / num_micro_batches
+            loss = mean_loss(network, batch, run, weighers, loss_of) / num_micro_batches
         loss.backward()
         total += loss.detach()
     # Only one rank adds the penalty, so the sum over ranks counts it once: the rank that has the
