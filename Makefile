@@ -19,8 +19,8 @@ test-all: $(READY)
 	$(PYTEST) -m "not gpu and not fineweb"
 
 lint: $(READY)
-	$(BIN)/ruff check src tests examples
-	$(BIN)/ruff format --check src tests examples
+	$(BIN)/ruff check src tests examples benchmarks
+	$(BIN)/ruff format --check src tests examples benchmarks
 	$(BIN)/mypy
 
 $(READY): pyproject.toml constraints.txt

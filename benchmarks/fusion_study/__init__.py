@@ -1,0 +1,1 @@
+"""Hand-written kernels against the compiled network, one candidate per file."""
