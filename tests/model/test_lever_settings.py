@@ -46,6 +46,13 @@ LOOP = "levers.loop=true"
         (["levers.loop={first=7, last=9}", "levers.lanes=true"], ("lanes.start", "layer 7")),
         (["levers.lanes=true", "levers.parallel=true"], ("lanes and parallel", "layer 8")),
         (["levers.softcap=true", "levers.asym_softcap=true"], ("softcap and asym_softcap", "cap")),
+        (["levers.key_offset.share=1.5"], ("key_offset.share", "0 to 1")),
+        (["levers.logit_rescale.scale=100"], ("logit_rescale.scale", "at most 72")),
+        (["levers.logit_rescale.width=0"], ("logit_rescale.width", "more than 0")),
+        (
+            ["levers.softcap=true", "levers.logit_rescale=true"],
+            ("softcap and logit_rescale", "cap"),
+        ),
         (["levers.unet=true", "model.num_layers=1"], ("unet", "one visit")),
         (["levers.value_embed.layers=[]"], ("value_embed.layers", "name a layer")),
         (["levers.adapt_scales.lr=-1.0"], ("adapt_scales.lr", "-1.0")),

@@ -14,6 +14,7 @@ from underpar.data.batch import segments_from_starts
 from underpar.model.gpt import GPT
 from underpar.model.kv_cache import PackedCache
 from underpar.recipe import load_recipe
+from underpar.seams import Stream, Visit
 
 SIZES = ["model.num_layers=4", "model.dim=64", "model.num_heads=4", "model.context=64"]
 TOKENS = torch.randint(4, 500, (24,), generator=torch.Generator().manual_seed(2))
@@ -176,3 +177,42 @@ def test_differential_attention_subtracts_two_maps() -> None:
 
     with torch.no_grad():
         assert_equal(model, by_hand(model, [0, 1, 2, 3], heads=heads))
+
+
+@pytest.mark.parametrize(("share", "num_shifted"), [(0.25, 4), (0.5, 8), (1.0, 16)])
+def test_key_offset_takes_keys_of_the_token_before(share: float, num_shifted: int) -> None:
+    model = model_with(f"key_offset.share={share}")
+
+    def heads(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        k = k.clone()
+        for t in reversed(range(1, len(k))):
+            k[t, :, 16 - num_shifted :] = k[t - 1, :, 16 - num_shifted :]
+        return plain_heads(q, k, v, layer)
+
+    with torch.no_grad():
+        assert_equal(model, by_hand(model, [0, 1, 2, 3], heads=heads))
+
+
+def test_key_offset_keeps_the_first_key_of_a_document_and_of_a_piece() -> None:
+    lever: Any = model_with("key_offset.share=1.0").levers.key_offset
+    # A document of 6 tokens cut at 4, then one of 5.
+    tokens = torch.tensor([1, 9, 9, 9, 9, 9, 1, 9, 9, 9, 9])
+    segments = segments_from_starts(torch.tensor([0, 4, 6]).numpy(), len(tokens), 4)
+    x = torch.zeros(len(tokens), 1)
+    angles = (x, x)
+    stream = Stream(x, x, tokens, PackedCache(segments), angles)
+    k = torch.arange(len(tokens)).double()[:, None, None].expand(-1, 2, 16)
+    _, shifted, _ = lever.qkv(Visit(0, 0, 0, -1, -1), k, k, k, stream)
+    firsts = segments.positions == 0
+    assert {0, 4, 6} <= set(firsts.nonzero()[:, 0].tolist())
+    expected = torch.where(firsts, k[:, 0, 0], k[:, 0, 0] - 1)
+    assert torch.equal(shifted, expected[:, None, None].expand_as(k))
+
+
+def test_logit_rescale_is_the_published_curve_of_the_raw_logits() -> None:
+    model = model_with("logit_rescale=true")
+    raw = torch.tensor([[-40.0, -5.0, 0.0, 7.0, 60.0]], dtype=torch.float64)
+    expected = 11.5 * torch.tanh((raw + 5) / 15) + 11.5
+    torch.testing.assert_close(model.cap(raw), expected)
+    torch.testing.assert_close(model.cap(raw, fused=True), expected)
+    assert model.cap(raw.bfloat16()).dtype == torch.float32

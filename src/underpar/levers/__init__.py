@@ -39,6 +39,7 @@ LEVERS = {
     "layer_scale": "underpar.levers.layer_scale",
     "partial_rope": "underpar.levers.partial_rope",
     "qk_gain": "underpar.levers.qk_gain",
+    "key_offset": "underpar.levers.key_offset",
     "value_residual": "underpar.levers.value_residual",
     "value_embed": "underpar.levers.value_embed",
     "window": "underpar.levers.window",
@@ -53,6 +54,7 @@ LEVERS = {
     # The head.
     "softcap": "underpar.levers.softcap",
     "asym_softcap": "underpar.levers.asym_softcap",
+    "logit_rescale": "underpar.levers.logit_rescale",
     # Training and scoring.
     "ema": "underpar.levers.ema",
     "lawa": "underpar.levers.lawa",
