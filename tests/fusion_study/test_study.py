@@ -1,0 +1,41 @@
+"""The command that times the operators of the fusion study."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+study = pytest.importorskip("benchmarks.fusion_study.study")
+
+
+def test_every_file_has_operators_and_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Path(study.__file__).parent
+    assert {f.stem for f in folder.glob("*.py")} - {"__init__", "__main__", "study"} == set(
+        study.FILES
+    )
+    assert study.main(["--list"]) == 0
+    listed = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()]
+    assert listed == [name for file in study.FILES for name in study.operators_of(file)]
+    assert {name.partition(".")[0] for name in listed} == set(study.FILES)
+
+
+def test_operators_are_timed_and_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = study.main(["--only", "linear_loss", "--tokens", "32", "--out", str(tmp_path)])
+    assert code == 0, capsys.readouterr()
+    (row,) = json.loads((tmp_path / "fusion-study.json").read_text())["rows"]
+    assert row["plain_ms"] > 0 and row["fused_ms"] > 0 and row["floor_ms"] > 3
+    assert "linear_loss" in capsys.readouterr().out
+
+
+def test_what_has_no_time_left_is_named(tmp_path: Path) -> None:
+    code = study.main(["--only", "linear_loss", "--budget", "0.01", "--out", str(tmp_path)])
+    (row,) = json.loads((tmp_path / "fusion-study.json").read_text())["rows"]
+    assert code == 1 and "budget" in row["error"]
+
+
+@pytest.mark.parametrize("wrong", [["--only", "linear_los"], ["--budget", "0"], ["--tokens", "-1"]])
+def test_wrong_options_are_refused(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert study.main(wrong) == 2
+    assert capsys.readouterr().err.startswith("error: ")
