@@ -9,6 +9,7 @@ NEW_OPTIONS: dict[str, set[str]] = {
     "": {"debug", "version"},
     "recipe show": {"forward", "against_published"},
     "pack": {"for_submission"},
+    "bench": {"at", "attention", "candidate", "compile_", "out", "set_", "sides"},
     "audit": {
         "cap",
         "documents",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from underpar.cli.console import OUT, open_progress, show_json, show_pairs, show_table
+from underpar.cli.console import OUT, open_progress, show_json, show_pairs, show_result, show_table
 from underpar.cli.options import (
     ArtifactPath,
     Attention,
@@ -36,6 +36,9 @@ OutFolder = Annotated[Path, typer.Option(help="Folder for the results; a second 
 @app.command()
 def bench(
     name: Annotated[str, typer.Argument(help="A benchmark, or 'list'.")] = "list",
+    sides: Annotated[
+        list[str] | None, typer.Argument(metavar="[A B]", help="For 'step': two recipes.")
+    ] = None,
     quads: Annotated[int, typer.Option(help="Rounds of A B B A; an even number.")] = 12,
     block_seconds: Annotated[float, typer.Option(help="Shortest timed block, in seconds.")] = 2.0,
     warmup_seconds: Annotated[
@@ -43,6 +46,27 @@ def bench(
     ] = 30.0,
     input_: Annotated[
         Path | None, typer.Option("--input", help="Corpus for data benchmarks; default: demo.")
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Change both recipes: KEY=VALUE; or one of them: B=KEY=VALUE."),
+    ] = None,
+    candidate: Annotated[
+        list[str] | None,
+        typer.Option(help="A file with faster parts: B=FILE (see underpar/lab/candidates.py)."),
+    ] = None,
+    attention: Annotated[
+        list[str] | None, typer.Option(help="A backend of attention: flash, or B=flash.")
+    ] = None,
+    compile_: Annotated[
+        list[str] | None,
+        typer.Option("--compile", help="off, default, or a mode of torch.compile: B=max-autotune."),
+    ] = None,
+    at: Annotated[
+        float, typer.Option(help="Progress of training, 0 to 1: sets loops and context.")
+    ] = 0.0,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for bench.json, bench.md and bench.svg.")
     ] = None,
     device: Device = "auto",
     json: Json = False,
@@ -54,27 +78,46 @@ def bench(
     underpar bench coder
     underpar bench attention --device cuda
     underpar bench data --input texts.jsonl
+    underpar bench step h200-300s h200-300s --candidate B=FILE.py --at 0.6 --out bench
+    underpar bench step pr2014 pr2014 --compile B=max-autotune-no-cudagraphs
+    underpar bench step h200-300s h200-300s --set B=levers.lanes=false
 
     The control times a variant against itself. If it shows a difference, there is no result.
+    'step' times training steps and refuses sides whose gradients are wrong (docs/benchmarking.md).
     """
     from underpar.core.runtime import open_runtime
     from underpar.lab.bench import run_bench
-    from underpar.lab.benches import describe_benches, find_bench
+    from underpar.lab.bench_report import rows_of, sentence_of, write_bench
+    from underpar.lab.benches import STEP, describe_benches, find_bench, refuse_options
+    from underpar.lab.step_bench import compare_steps, open_sides, read_variants
 
     if name == "list":
         docs = describe_benches()
         show_json(docs) if json else show_table("benchmarks", ("name", "what"), docs.items())
         return
-    chosen = find_bench(name, open_runtime(device), input_)
-    result = run_bench(chosen, quads, block_seconds, warmup_seconds, open_progress(json))
+    progress, settings = open_progress(json), (quads, block_seconds, warmup_seconds)
+    options = {
+        "overrides": set_ or [],
+        "candidate": candidate or [],
+        "attention": attention or [],
+        "compiled": compile_ or [],
+    }
+    details: dict[str, Any] = {}
+    if name == STEP:
+        runtime = open_runtime(device)
+        pair = open_sides(read_variants(sides or (), options), at, runtime, progress)
+        steps = compare_steps(pair[0], pair[1], *settings, progress)
+        result, details = steps.bench, steps.details()
+    else:
+        refuse_options(name, {"sides": sides or [], **options})
+        chosen = find_bench(name, open_runtime(device), input_)
+        result = run_bench(chosen, *settings, progress)
+    if out is not None:
+        write_bench(out, result, details)
     if json:
-        show_json(result.as_dict())
+        show_json(result.as_dict() | details)
         return
-    OUT.print(f"{result.what}\n{result.label_b} against {result.label_a}: {result.verdict}")
-    OUT.print(result.reason)
-    if result.verdict != "refused":
-        low, high = result.ratio_interval.low, result.ratio_interval.high
-        OUT.print(f"time ratio {result.ratio:.4f}, 95 % interval {low:.4f} to {high:.4f}")
+    show_result(sentence_of(result), rows_of(result, details))
 
 
 @app.command()

@@ -273,13 +273,13 @@ def mark_sized(*tensors: Tensor | None) -> None:
             torch._dynamo.mark_dynamic(tensor, 0)
 
 
-def inductor(graph: fx.GraphModule, inputs: list[Any]) -> Any:
-    """Compile a graph with torch's Inductor."""
+def inductor(graph: fx.GraphModule, inputs: list[Any], **extra: Any) -> Any:
+    """Compile a graph with torch's Inductor; `extra` are more of its options."""
     from torch._inductor import list_options
     from torch._inductor.compile_fx import compile_fx
 
     known = set(list_options())
-    options = {name: value for name, value in INDUCTOR.items() if name in known}
+    options = {name: value for name, value in INDUCTOR.items() if name in known} | extra
     return compile_fx(graph, inputs, config_patches=options)
 
 

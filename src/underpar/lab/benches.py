@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import lzma
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -133,12 +133,25 @@ BENCHES: dict[str, Callable[[Runtime], Bench]] = {
 }
 # These read a corpus file, by default the embedded corpus.
 DATA_BENCHES: dict[str, Callable[[Path | None], Bench]] = {"data": data, "data_cores": data_cores}
+# Its sides are recipes with options; `lab/step_bench.py` has it.
+STEP = "step"
+STEP_HELP = "Training steps of two recipes, candidates, compile modes or backends of attention."
 
 
 def describe_benches() -> dict[str, str]:
     """Name -> description of every benchmark."""
     table: dict[str, Callable[..., Bench]] = {**BENCHES, **DATA_BENCHES}
-    return {name: (make.__doc__ or "").strip() for name, make in sorted(table.items())}
+    docs = {name: (make.__doc__ or "").strip() for name, make in table.items()}
+    return dict(sorted((docs | {STEP: STEP_HELP}).items()))
+
+
+def refuse_options(name: str, options: Mapping[str, Sequence[str]]) -> None:
+    """Refuse what a benchmark does not read: all of `options`, which are for `STEP`."""
+    for option, values in options.items():
+        if values:
+            raise BenchError(
+                f"benchmark {name!r} takes no {option} ({values[0]!r}): 'bench {STEP} A B' does"
+            )
 
 
 def find_bench(name: str, runtime: Runtime, source: Path | None = None) -> Bench:
@@ -146,7 +159,7 @@ def find_bench(name: str, runtime: Runtime, source: Path | None = None) -> Bench
     if name in DATA_BENCHES:
         return DATA_BENCHES[name](source)
     if name not in BENCHES:
-        raise BenchError(f"no benchmark {name!r}{nearest(name, [*BENCHES, *DATA_BENCHES])}")
+        raise BenchError(f"no benchmark {name!r}{nearest(name, [*describe_benches()])}")
     if source is not None:
         raise BenchError(f"benchmark {name!r} reads no corpus; leave --input out")
     return BENCHES[name](runtime)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -35,12 +37,44 @@ def start_clock_sample() -> Callable[[], ClockSample | None]:
 
     It gives None without a GPU in use, without nvidia-smi, or without a single reading.
     """
+    process = _start_readings()
+    return (lambda: None) if process is None else lambda: parse_clock_sample(_stop(process))
+
+
+@contextmanager
+def clock_log() -> Iterator[Callable[[], Callable[[], ClockSample | None]]]:
+    """Inside, the GPU is read all the time; gives what takes the place of `start_clock_sample`.
+
+    nvidia-smi takes longer to start than a short block lasts. Here it is started once.
+    """
+    process = _start_readings()
+    if process is None or process.stdout is None:
+        yield lambda: lambda: None
+        return
+    lines: list[str] = []
+    thread = threading.Thread(target=lines.extend, args=(process.stdout,), daemon=True)
+    thread.start()
+
+    def start_sample() -> Callable[[], ClockSample | None]:
+        first = len(lines)
+        return lambda: parse_clock_sample("".join(lines[first:]))
+
+    try:
+        yield start_sample
+    finally:
+        process.terminate()
+        process.wait(_TIMEOUT_SECONDS)
+        thread.join(_TIMEOUT_SECONDS)
+
+
+def _start_readings() -> subprocess.Popen[str] | None:
+    """A process that prints readings until it is stopped; None if there is nothing to read."""
     program = shutil.which("nvidia-smi")
     # A process that does not use the GPU has nothing to measure there.
     if program is None or not torch.cuda.is_initialized():
-        return lambda: None
+        return None
     uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
-    process = subprocess.Popen(
+    return subprocess.Popen(
         [
             program,
             f"--id=GPU-{uuid}",
@@ -52,7 +86,6 @@ def start_clock_sample() -> Callable[[], ClockSample | None]:
         stderr=subprocess.DEVNULL,
         text=True,
     )
-    return lambda: parse_clock_sample(_stop(process))
 
 
 def parse_clock_sample(output: str) -> ClockSample | None:

@@ -18,6 +18,7 @@ from underpar.recipe import Recipe
 from underpar.report import charts
 from underpar.report.build import MAX_POINTS, horizon_of
 from underpar.report.charts import Labels, Line, Point
+from underpar.report.drawing import HEIGHT, stack_panels
 from underpar.report.facts import RunReport
 from underpar.report.gather import gather
 
@@ -40,24 +41,6 @@ COLUMNS = {
     "model.upar bytes": ",.0f",
     "bytes with code": ",.0f",
 }
-
-# The styles of the report's page that charts need, in its light colors.
-STYLE = """
-text { fill: #6a675f; font: 12px system-ui, sans-serif; }
-.chart { overflow: visible; }
-.y-tick, .x-label { text-anchor: end; }
-.x-tick { text-anchor: middle; }
-.grid { stroke: #e3e0d8; }
-.bold, .faint { fill: none; stroke: currentColor; vector-effect: non-scaling-stroke; }
-.bold, .faint { stroke-linecap: round; stroke-linejoin: round; }
-.bold { stroke-width: 2px; }
-.faint { stroke-width: 1px; stroke-opacity: 0.45; }
-.key { fill: currentColor; }
-.c0 { color: #2457a6; } .c1 { color: #c05a16; } .c2 { color: #2f7d4f; }
-.c3 { color: #85499e; } .c4 { color: #a37d12; } .c5 { color: #66707a; }
-"""
-# Pixels: the chart, and the space for labels around it.
-WIDTH, HEIGHT, LEFT, RIGHT, ABOVE, BELOW = 800, 240, 64, 24, 56, 56
 
 # Context (0: the recipe's, throughout) and millions of operations per token.
 Kind = tuple[int, float]
@@ -256,20 +239,7 @@ def draw_curves(results: Sequence[Result]) -> str:
         charts.line_chart(lines, label, height=HEIGHT)
         for lines, label in zip((losses, prices), labels, strict=False)
     ]
-    inner = WIDTH - LEFT - RIGHT
-    row = ABOVE + HEIGHT + BELOW
-    height = len(panels) * row
-    size = f'width="{WIDTH}" height="{height}"'
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {WIDTH} {height}">']
-    parts += [f"<style>{STYLE}</style>", f'<rect {size} fill="#fdfcfa"/>']
-    for place, result in enumerate(results):
-        x, name = LEFT + 110 * place, f"c{place % charts.NUM_COLORS}"
-        parts.append(f'<rect class="key {name}" x="{x}" y="8" width="9" height="9"/>')
-        parts.append(f'<text x="{x + 15}" y="17">seed {result.seed}</text>')
-    for place, panel in enumerate(panels):
-        where = f'x="{LEFT}" y="{place * row + ABOVE}" width="{inner}" height="{HEIGHT}"'
-        parts.append(f'<svg {where} overflow="visible">{panel}</svg>')
-    return "\n".join([*parts, "</svg>\n"])
+    return stack_panels(panels, [f"seed {result.seed}" for result in results])
 
 
 def _is_curve(lines: Sequence[Line]) -> bool:

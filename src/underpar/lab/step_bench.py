@@ -1,0 +1,468 @@
+"""`underpar bench step A B`: two training steps in one process, timed in turns.
+
+A step is what training does: forward and backward passes of all micro-batches, the optimizers, the
+averages of weights. Penalties, weights of tokens and fake quantization are left out. Documents are
+made up and lie on the device already, the same ones for both sides.
+
+Before anything is timed, each side computes loss and gradients of one micro-batch. They are
+compared with the exact ones: those of the network as it is, eager, in fp32. A may have an error
+that rounding explains. If A and B claim to be the same function (equal recipes), B gets A's random
+weights, and B's errors may be no more than `SLACK` times those of A. Otherwise B is judged as A is.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from underpar.build.levers import plug_levers
+from underpar.build.model import build_model
+from underpar.build.recipe import load_checked
+from underpar.compile.modes import sharing_in
+from underpar.compile.regions import CompiledRun, Sharing, TracedRun
+from underpar.core.progress import SILENT, Progress
+from underpar.core.runtime import Runtime, seed_everything
+from underpar.data.batch import Batch, Segments
+from underpar.data.loader import MicroBatch
+from underpar.data.made_up import made_up_batch
+from underpar.errors import BenchError
+from underpar.kernels.attention import backend_of, set_backend
+from underpar.lab.bench import Bench, BenchResult, Instruments, run_bench
+from underpar.lab.candidates import AS_IT_IS, load_candidate
+from underpar.lab.clocks import clock_log
+from underpar.model.gpt import GPT
+from underpar.model.network import EAGER, Eager, Network, products
+from underpar.recipe import Recipe, to_tree
+from underpar.seams import BOS_ID
+from underpar.train import schedule
+from underpar.train.meter import flops_per_token, peak_flops
+from underpar.train.optim import Optimizer
+from underpar.train.step import accumulate, mean_loss, step_of
+
+LETTERS = ("A", "B")
+# Steps with different documents, in turn.
+NUM_STEPS = 4
+# The exact gradients are computed in parts of about so many tokens.
+EXACT_TOKENS = 8192
+# How much larger the errors of the same function may be.
+SLACK = 1.5
+# By precision: errors that need no explanation in matrices and in vectors, and the largest error of
+# all gradients together. A vector of few numbers is a sum over all tokens in which most cancels.
+LIMITS = {torch.float32: (1e-4, 1e-3, 1e-3), torch.bfloat16: (8e-3, 0.1, 0.15)}
+FEW_NUMBERS = 64
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What one side runs. `compiled`: "off", or a mode of torch.compile."""
+
+    recipe: str
+    overrides: tuple[str, ...] = ()
+    candidate: Path | None = None
+    attention: str = "auto"
+    compiled: str = "default"
+
+    def words(self) -> list[str]:
+        """What is special about it, in a few words each."""
+        words = [*self.overrides]
+        words += [self.candidate.stem] if self.candidate else []
+        words += [f"attention {self.attention}"] if self.attention != "auto" else []
+        words += [f"compile {self.compiled}"] if self.compiled != "default" else []
+        return words
+
+    def label(self, other: Variant) -> str:
+        """Its recipe, and what the other side does not have."""
+        return " + ".join([self.recipe, *(w for w in self.words() if w not in other.words())])
+
+
+def read_variants(names: Sequence[str], options: Mapping[str, Sequence[str]]) -> list[Variant]:
+    """The two sides from two recipes and from options, "VALUE" for both or "B=VALUE" for one.
+
+    Options are by field of `Variant`.
+    """
+    if len(names) != 2:
+        raise BenchError(f"{len(names)} recipes were named; name two, A and B, which may be equal")
+    return [_read_variant(*pair, options) for pair in zip(LETTERS, names, strict=True)]
+
+
+def _read_variant(letter: str, name: str, options: Mapping[str, Sequence[str]]) -> Variant:
+    mine = {
+        field: [text.removeprefix(f"{letter}=") for text in texts if _is_for(letter, text)]
+        for field, texts in options.items()
+    }
+    overrides = tuple(mine.pop("overrides", ()))
+    # The last one counts.
+    last: dict[str, Any] = {field: texts[-1] for field, texts in mine.items() if texts}
+    if "candidate" in last:
+        last["candidate"] = Path(last["candidate"])
+    return Variant(name, overrides, **last)
+
+
+def _is_for(letter: str, text: str) -> bool:
+    return text[:2] not in {f"{other}=" for other in LETTERS if other != letter}
+
+
+class TrainingStep:
+    """One side: a network, its optimizer and its compiler. A call takes a step."""
+
+    def __init__(
+        self,
+        variant: Variant,
+        recipe: Recipe,
+        runtime: Runtime,
+        at: float,
+        batches: Sequence[Batch],
+        sharing: Sharing | None,
+    ) -> None:
+        """`at`: progress of training; `batches`: the micro-batches of some steps."""
+        self.variant, self.recipe, self.runtime, self.at = variant, recipe, runtime, at
+        self.candidate = load_candidate(variant.candidate) if variant.candidate else AS_IT_IS
+        self.candidate.check(runtime.device)
+        self.model = random_network(recipe, runtime)
+        self.candidate.apply(self.model, recipe)
+        self.optimizer = Optimizer(self.model, recipe.train, runtime)
+        self.candidate.apply_optimizer(self.optimizer, recipe)
+        levers = plug_levers(recipe, "train").values()
+        self.averagers = [lever for lever in levers if hasattr(lever, "average")]
+        for averager in self.averagers:
+            averager.start(dict(self.model.state_dict()))
+        self.sharing = sharing
+        self.run: Eager = EAGER if sharing is None else TracedRun(sharing)
+        self.batches = batches
+        self._next = cycle(batches)
+        self._num_micro = len(step_of(recipe.train))
+        part = recipe.train
+        self._rates = (
+            schedule.lr_scale(part, at),
+            schedule.momentum(part, at, part.momentum_warmup_steps),
+            schedule.decay_scales(part, at),
+        )
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of a step."""
+        return sum(len(batch.inputs) for batch in self.batches) // NUM_STEPS
+
+    def describe(self, seconds: float) -> dict[str, Any]:
+        """What this side is, and its speed if a step takes so many seconds."""
+        part, runtime = self.recipe.train, self.runtime
+        context = fmean(batch.segments.context for batch in self.batches)
+        flops = flops_per_token(self.model.spec, self.model.plan, context)
+        peak = peak_flops(runtime.device)
+        speed = self.step_tokens / seconds
+        return {
+            "recipe": self.variant.recipe,
+            "overrides": list(self.variant.overrides),
+            "recipe_hash": self.recipe.hash,
+            "candidate": str(self.variant.candidate or ""),
+            "attention": backend_of(runtime.device, runtime.dtype),
+            "compiled": self.variant.compiled if self.sharing else "off",
+            "step_tokens": self.step_tokens,
+            "micro_batches": len(step_of(part)),
+            "context": context,
+            "visits": len(self.model.plan),
+            "flops_per_token": flops,
+            "step_ms": 1000 * seconds,
+            "tokens_per_second": speed,
+            "mfu": speed * flops / peak if peak else None,
+        }
+
+    def prepare(self) -> None:
+        """Say to the process what this side needs."""
+        set_backend(self.variant.attention, self.runtime.device, self.runtime.dtype)
+        self.model.set_progress(self.at)
+
+    def __call__(self) -> Tensor:
+        """Take a step; its loss."""
+        self.prepare()
+        loss = self._accumulate(self._next, self._num_micro)
+        self.optimizer.step(*self._rates)
+        for averager in self.averagers:
+            averager.update(dict(self.model.state_dict()), 1)
+        return loss
+
+    def seconds(self, calls: int) -> float:
+        """Seconds of so many steps on the device, after one that is not timed.
+
+        The device still has that step to do when the others are asked for, as in training.
+        """
+        on_gpu = self.runtime.device.type == "cuda"
+        self()
+        if not on_gpu:
+            started = time.perf_counter()
+            for _ in range(calls):
+                self()
+            return time.perf_counter() - started
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(calls):
+            self()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1000
+
+    def trace(self) -> None:
+        """Trace and compile all regions and compute nothing, so that they compile in parallel."""
+        if not isinstance(self.run, CompiledRun):
+            return
+        self.prepare()
+        batch = self.batches[0]
+        with self.run.trace_only(), products(self.runtime.device, self.runtime.dtype):
+            mean_loss(self.model, batch, self.run, loss_of=self.candidate.loss)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The loss of the first micro-batch, and its gradients by name; no step is taken."""
+        self.prepare()
+        loss = self._accumulate(iter(self.batches), 1)
+        return {"loss": loss} | _take_gradients(self.model)
+
+    def _accumulate(self, batches: Iterator[Batch], num: int) -> Tensor:
+        parts = (self.model, batches, num, self.runtime, self.run)
+        return accumulate(*parts, loss_of=self.candidate.loss)
+
+
+def random_network(recipe: Recipe, runtime: Runtime) -> GPT:
+    """A network whose every path carries something: fresh networks multiply with zeros.
+
+    Zeros hide mistakes, and a GPU multiplies them faster.
+    """
+    seed_everything(recipe.train.seed)
+    model = build_model(recipe)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            if name.startswith("levers."):
+                parameter.add_(0.1 * torch.randn_like(parameter))
+            elif parameter.ndim > 1:
+                parameter.normal_(std=parameter.size(-1) ** -0.5)
+    return model.to(runtime.device).train()
+
+
+def made_up_steps(recipe: Recipe, at: float, runtime: Runtime) -> list[Batch]:
+    """The micro-batches of some steps as at progress `at`, on the device."""
+    part, rng = recipe.train, np.random.default_rng(recipe.train.seed)
+    context = schedule.context_at(part, at)
+    micros = [MicroBatch(micro.tokens, context or micro.context) for micro in step_of(part)]
+    return [
+        made_up_batch(micro, recipe.model.vocab_size, rng, part.order, part.longest_context).to(
+            runtime.device
+        )
+        for _ in range(NUM_STEPS)
+        for micro in micros
+    ]
+
+
+def open_sides(
+    variants: Sequence[Variant], at: float, runtime: Runtime, progress: Progress = SILENT
+) -> list[TrainingStep]:
+    """All sides, compiled; sides in the same mode share the graphs that are equal."""
+    if not 0 <= at <= 1:
+        raise BenchError(f"progress of training is {at}; use 0 to 1")
+    sharings: dict[str, Sharing] = {}
+    batches: dict[object, list[Batch]] = {}
+    sides = []
+    for variant in variants:
+        recipe = load_checked(variant.recipe, variant.overrides)
+        shapes = recipe.model.vocab_size, recipe.train
+        if shapes not in batches:
+            batches[shapes] = made_up_steps(recipe, at, runtime)
+        mode = variant.compiled if runtime.compiled else "off"
+        if mode != "off" and mode not in sharings:
+            sharings[mode] = sharing_in(mode)
+        parts = (variant, recipe, runtime, at, batches[shapes], sharings.get(mode))
+        sides.append(TrainingStep(*parts))
+    with progress.task("compile", 2 * len(sides)) as task:
+        for number, side in enumerate(sides):
+            side.trace()
+            task.update(number + 1)
+        for number, side in enumerate(sides):
+            side.gradients()
+            task.update(len(sides) + number + 1)
+    return sides
+
+
+def exact_gradients(side: TrainingStep) -> dict[str, Tensor]:
+    """Loss and gradients of the first micro-batch by the network as it is, in fp32.
+
+    They are computed document by document, or nearly, because fp32 needs more memory.
+    """
+    plain = build_model(side.recipe).to(side.runtime.device).train()
+    plain.load_state_dict(side.model.state_dict())
+    plain.set_progress(side.at)
+    batch = side.batches[0]
+    total = torch.zeros((), device=side.runtime.device)
+    for part in cut(batch, EXACT_TOKENS):
+        loss = mean_loss(plain, part) * (len(part.inputs) / len(batch.inputs))
+        loss.backward()
+        total += loss.detach()
+    return {"loss": total} | _take_gradients(plain)
+
+
+def cut(batch: Batch, num_tokens: int) -> Iterator[Batch]:
+    """A batch in parts of at least `num_tokens`, but for the last; no document is cut."""
+    cu, size = batch.segments.cu.tolist(), len(batch.inputs)
+    begins = [at for at in cu if at < size and int(batch.inputs[at]) == BOS_ID]
+    start = 0
+    for at in [*begins, size]:
+        if at - start < num_tokens and at < size:
+            continue
+        bounds = [bound - start for bound in cu if start <= bound <= at]
+        segments = Segments(
+            torch.tensor(bounds, dtype=torch.int32, device=batch.inputs.device),
+            min(batch.segments.max_len, at - start),
+            batch.segments.positions[start:at],
+            batch.segments.context,
+        )
+        yield Batch(batch.inputs[start:at], batch.targets[start:at], segments)
+        start = at
+
+
+def _take_gradients(model: Network) -> dict[str, Tensor]:
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return grads
+
+
+def are_same_function(a: TrainingStep, b: TrainingStep) -> bool:
+    """Whether the sides claim to compute the same numbers: their recipes say so."""
+    parts = ("model", "levers", "train")
+    one, other = (to_tree(side.recipe) for side in (a, b))
+    return all(one.get(part) == other.get(part) for part in parts)
+
+
+def require_agreement(a: TrainingStep, b: TrainingStep) -> dict[str, Any]:
+    """The errors of both sides' loss and gradients; raises if they are no rounding errors."""
+    same = are_same_function(a, b)
+    if same and b is not a:
+        b.model.load_state_dict(a.model.state_dict())
+    exact = exact_gradients(a)
+    errors = {"A": _errors("A", a, exact)}
+    if b is not a:
+        errors["B"] = _errors("B", b, exact if same else exact_gradients(b))
+    if same and b is not a:
+        # What rounding does to A explains the same in B.
+        for name, error in errors["B"].items():
+            known = errors["A"][name]
+            many = name in ("loss", "all") or exact[name].numel() >= FEW_NUMBERS
+            limit = SLACK * known + LIMITS[b.runtime.dtype][not many]
+            if not error <= limit:
+                raise BenchError(
+                    f"B is not the same function as A: its error of {name} is {error:.1e}, that "
+                    f"of A {known:.1e}, the limit {limit:.1e}"
+                )
+    shown = {
+        letter: {"loss": table["loss"], "all": table["all"]} | dict([max(table.items(), key=_size)])
+        for letter, table in errors.items()
+    }
+    return {"same_function": same, "errors": shown}
+
+
+def _size(item: tuple[str, float]) -> float:
+    return item[1]
+
+
+def _errors(letter: str, side: TrainingStep, exact: Mapping[str, Tensor]) -> dict[str, float]:
+    """The relative error of the loss, of each gradient, and of all gradients together ("all")."""
+    got = side.gradients()
+    if got.keys() != exact.keys():
+        name = min(got.keys() ^ exact.keys())
+        raise BenchError(
+            f"{letter} and its network as it is differ in whether {name} has a gradient"
+        )
+    table, wrong, whole = {}, 0.0, 0.0
+    for name, want in exact.items():
+        difference = float((got[name].double() - want.double()).norm())
+        size = float(want.double().norm())
+        table[name] = difference / size if size else difference
+        if name != "loss":
+            wrong, whole = wrong + difference**2, whole + size**2
+    table["all"] = math.sqrt(wrong / whole)
+    limit = LIMITS[side.runtime.dtype][2]
+    if not max(table["all"], table["loss"]) <= limit:
+        raise BenchError(
+            f"{letter} is wrong: its loss differs by {table['loss']:.1e} and its gradients by "
+            f"{table['all']:.1e} from those of its network as it is; the limit is {limit:g}"
+        )
+    return table
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What `bench step` found out; `sides` has what each side is and its speed."""
+
+    bench: BenchResult
+    sides: dict[str, dict[str, Any]]
+    at: float
+    check: dict[str, Any]
+    num_graphs: int
+    memory_bytes: int
+    processes: int
+
+    def details(self) -> dict[str, Any]:
+        """What is known besides the timing, as plain values for JSON."""
+        return {name: value for name, value in vars(self).items() if name != "bench"}
+
+
+def compare_steps(
+    a: TrainingStep,
+    b: TrainingStep,
+    quads: int = 12,
+    block_seconds: float = 2.0,
+    warmup_seconds: float = 30.0,
+    progress: Progress = SILENT,
+) -> StepResult:
+    """Check that both sides are right, then time them in turns."""
+    check: dict[str, Any] = {}
+    on_gpu = a.runtime.device.type == "cuda"
+    bench = Bench(
+        name="step",
+        what=f"a training step of {a.step_tokens:,} tokens at {a.at:.0%} of training",
+        a=a,
+        b=b,
+        label_a=a.variant.label(b.variant),
+        label_b=b.variant.label(a.variant),
+        synchronize=a.runtime.synchronize,
+        check=lambda: check.update(require_agreement(a, b)),
+    )
+    before = num_graphs(a, b)
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    with clock_log() as start_sample:
+        instruments = Instruments(start_sample=start_sample)
+        result = run_bench(bench, quads, block_seconds, warmup_seconds, progress, instruments)
+    if num_graphs(a, b) > before:
+        raise BenchError("a graph was compiled while steps were timed; nothing was measured")
+    sides = {}
+    for letter, side in zip(LETTERS, (a, b), strict=True):
+        seconds = [
+            block.seconds
+            for block in result.blocks
+            if (block.series, block.letter) == ("measured", letter)
+        ]
+        sides[letter] = side.describe(median(seconds) / result.calls_per_block)
+    return StepResult(
+        bench=result,
+        sides=sides,
+        at=a.at,
+        check=check,
+        num_graphs=before,
+        memory_bytes=torch.cuda.max_memory_allocated() if on_gpu else 0,
+        processes=1,
+    )
+
+
+def num_graphs(*sides: TrainingStep) -> int:
+    """Graphs compiled so far; sides that share a compiler count once."""
+    runs = {id(side.sharing): side.sharing.num_graphs for side in sides if side.sharing}
+    return sum(runs.values())

@@ -1,0 +1,174 @@
+"""Training steps of two sides: what is compared, what is refused, what a result says."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree as ET
+
+import pytest
+import torch
+
+from lever_stacks import batch_of
+from underpar.compile import regions
+from underpar.core.runtime import Runtime
+from underpar.errors import BenchError
+from underpar.lab import step_bench
+from underpar.lab.bench_report import rows_of, sentence_of, write_bench
+from underpar.lab.step_bench import (
+    StepResult,
+    TrainingStep,
+    Variant,
+    are_same_function,
+    compare_steps,
+    cut,
+    open_sides,
+    read_variants,
+    require_agreement,
+)
+
+TINY = ("model.num_layers=2", "model.dim=16", "model.mlp_dim=32", "model.vocab_size=64")
+TINY += ("train.micro_batch_tokens=256", "train.num_micro_batches=2", "levers.smear=true")
+HARMLESS = """
+import types
+
+def _forward(mlp, x, visit):
+    h = mlp.up(x).relu()
+    return mlp.down(h * h)
+
+def apply(network, recipe):
+    for block in network.blocks:
+        block.mlp.forward = types.MethodType(_forward, block.mlp)
+"""
+# Little enough for a rounding error of bf16, and too much for one of fp32.
+WRONG = HARMLESS.replace("h * h", "1.0005 * h * h")
+LAZY = HARMLESS.replace("mlp.down(h * h)", "mlp.down((h * h).detach())")
+
+
+@pytest.fixture(autouse=True)
+def _no_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(regions, "inductor", lambda graph, examples: graph)
+    monkeypatch.setattr(
+        step_bench, "sharing_in", lambda mode: regions.Sharing(lambda graph, examples: graph)
+    )
+
+
+def runtime(compiled: bool = False) -> Runtime:
+    return Runtime(torch.device("cpu"), compiled=compiled)
+
+
+def sides_of(*variants: Variant, compiled: bool = False, at: float = 0.0) -> list[TrainingStep]:
+    return open_sides(variants, at, runtime(compiled))
+
+
+def plain(*overrides: str, **fields: Any) -> Variant:
+    return Variant("baseline+cpu", (*TINY, *overrides), **fields)
+
+
+@pytest.fixture
+def candidate(tmp_path: Path) -> Callable[[str], Path]:
+    def write(text: str) -> Path:
+        path = tmp_path / f"made_up_{abs(hash(text))}.py"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def measure(*sides: TrainingStep) -> StepResult:
+    return compare_steps(*sides, quads=4, block_seconds=0.001, warmup_seconds=0.0)
+
+
+def test_a_candidate_that_computes_the_same_is_timed(
+    candidate: Callable[[str], Path], tmp_path: Path
+) -> None:
+    a, b = sides_of(plain(), plain(candidate=candidate(HARMLESS)), compiled=True)
+    before = {name: weight.clone() for name, weight in a.model.state_dict().items()}
+    result = measure(a, b)
+    assert result.check["same_function"] and result.num_graphs > 0 and result.processes == 1
+    assert len(result.bench.blocks) == 4 * 4 * 2
+    speeds = [result.sides[letter]["tokens_per_second"] for letter in "AB"]
+    assert all(speed > 0 for speed in speeds)
+    assert result.sides["A"]["step_tokens"] == 512 and result.sides["A"]["visits"] == 2
+    # Steps were taken.
+    assert any(bool((before[n] != w).any()) for n, w in a.model.state_dict().items())
+    write_bench(tmp_path / "out", result.bench, result.details())
+    page = (tmp_path / "out/bench.md").read_text()
+    assert "tokens/s" in page and sentence_of(result.bench) in page
+    ET.parse(tmp_path / "out/bench.svg")
+    names = [name for name, _ in rows_of(result.bench, result.details())]
+    assert {"step of A", "step of B", "control, A against A"} <= set(names)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("text", "words"), [(WRONG, "not the same function"), (LAZY, "mlp.up")])
+def test_a_candidate_that_computes_something_else_is_not_timed(
+    candidate: Callable[[str], Path], text: str, words: str, compiled: bool
+) -> None:
+    a, b = sides_of(plain(), plain(candidate=candidate(text)), compiled=compiled)
+    with pytest.raises(BenchError, match=words):
+        measure(a, b)
+
+
+def test_a_wrong_step_is_refused_as_a_and_as_another_function(
+    candidate: Callable[[str], Path],
+) -> None:
+    wrong = candidate(HARMLESS.replace("h * h", "3.0 * h * h"))
+    a, b = sides_of(plain(candidate=wrong), plain("train.matrix_lr=0.5", candidate=wrong))
+    with pytest.raises(BenchError, match="A is wrong"):
+        measure(a, b)
+    [right] = sides_of(plain())
+    assert not are_same_function(right, b)
+    with pytest.raises(BenchError, match="B is wrong"):
+        measure(right, b)
+
+
+def test_sides_of_one_mode_share_their_graphs(candidate: Callable[[str], Path]) -> None:
+    text = HARMLESS.replace("network.blocks", "network.blocks[:1]")
+    twice = sides_of(plain(), plain(), compiled=True)
+    other = sides_of(plain(), plain(candidate=candidate(text)), compiled=True)
+    assert step_bench.num_graphs(*other) == step_bench.num_graphs(*twice) + 1
+
+
+def test_progress_sets_loops_and_context() -> None:
+    changes = ["levers.loop.first=0", "levers.loop.last=1", "levers.loop.start=0.5"]
+    stages = ["model.context=128", "train.stages=['32@0.3', '128@1']"]
+    shapes = []
+    for at in (0.0, 0.7):
+        [side] = sides_of(plain(*changes, *stages), at=at)
+        told = side.describe(1.0)
+        shapes.append((told["visits"], told["context"], told["tokens_per_second"]))
+    assert shapes == [(2, 32.0, 512.0), (6, 128.0, 512.0)]
+
+
+def test_the_exact_gradients_are_those_of_the_whole_batch() -> None:
+    batch = batch_of([9, 30, 50, 4], 16)
+    parts = list(cut(batch, 25))
+    assert [len(part.inputs) for part in parts] == [41, 51, 5]
+    for name in ("inputs", "targets"):
+        assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(batch, name))
+    assert [part.segments.cu.tolist() for part in parts][1:] == [[0, 16, 32, 48, 51], [0, 5]]
+    [side] = sides_of(plain())
+    found = require_agreement(side, side)["errors"]["A"]
+    assert found["all"] < 1e-5 and found["loss"] < 1e-6
+
+
+def test_options_are_for_both_sides_or_for_one() -> None:
+    options = {
+        "overrides": ["a.b=1", "B=c.d=A=2"],
+        "candidate": ["B=x/y.py"],
+        "attention": ["sdpa"],
+    }
+    a, b = read_variants(["one", "two"], options)
+    assert a == Variant("one", ("a.b=1",), attention="sdpa")
+    assert b == Variant("two", ("a.b=1", "c.d=A=2"), Path("x/y.py"), "sdpa")
+    assert a.label(b) == "one" and b.label(a) == "two + c.d=A=2 + y"
+    with pytest.raises(BenchError, match="1 recipes were named"):
+        read_variants(["one"], {})
+
+
+def test_unknown_modes_and_moments_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    with pytest.raises(BenchError, match="no compile mode 'fastest'"):
+        sides_of(plain(compiled="fastest"), compiled=True)
+    with pytest.raises(BenchError, match=r"progress of training is 1\.5"):
+        sides_of(plain(), at=1.5)
