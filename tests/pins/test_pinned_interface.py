@@ -22,7 +22,7 @@ NEW_OPTIONS: dict[str, set[str]] = {
     },
     "demo": {"full"},
     "report": {"no_text"},
-    "data build": {"drop_near", "holdout", "split_documents", "val_docs"},
+    "data build": {"development", "drop_near", "holdout", "split_documents", "val_docs"},
     "generate": {"top_k", "stop"},
 }
 

@@ -40,7 +40,7 @@ from underpar.data.folder import (
 )
 from underpar.data.hold_out import BY_END, HoldOut, labelled_documents, stated_hold_out
 from underpar.data.shards import CHANGED, Shard, pick_documents
-from underpar.data.sources.corpus import Reading, is_held_out
+from underpar.data.sources.corpus import Reading
 from underpar.data.tokens.tokenizer import Tokenizer
 from underpar.data.value_files import open_values
 from underpar.data.workers import map_in_order, workers_for
@@ -341,24 +341,30 @@ def _is_chosen(case: Case) -> bool:
 
 def _breaks_split_rule(case: Case) -> list[str]:
     """What a split by hash rules out; files that decide for themselves rule out nothing."""
-    fraction = case.data.manifest["split"]["fraction"]
-    if fraction is None:
+    manifest = case.data.manifest
+    if manifest["split"]["fraction"] is None:
         return []
+    # The rule alone: what was left out as a copy has a side too.
+    rule = stated_hold_out({key: row for key, row in manifest.items() if key != "dropped"})
+    assert rule.val_share is not None
     wrong = []
     hashes = {"train": case.data.train.doc_hashes, "val": case.data.val.doc_hashes}
     texts = {name: {row.tobytes() for row in rows} for name, rows in hashes.items()}
     # What was left out as a copy counts where it was; the rule on bytes looks at its source.
-    for digest in _dropped(case.data.manifest):
-        texts["val" if is_held_out(digest, fraction) else "train"].add(digest)
-    misplaced = [d for d in texts["train"] if is_held_out(d, fraction)]
-    misplaced += [d for d in texts["val"] if not is_held_out(d, fraction)]
+    for digest in _dropped(manifest):
+        if side := rule.split_of(digest, "train"):
+            texts[side].add(digest)
+    misplaced = [
+        d for name, side in texts.items() for d in side if rule.split_of(d, "train") != name
+    ]
     if misplaced:
         wrong.append(f"the hash of {len(misplaced)} documents belongs to the other split")
     # Hashes are random: documents that were taken out of one split leave too few of it.
     number, held_out = sum(map(len, texts.values())), len(texts["val"])
-    spread = math.sqrt(number * fraction * (1 - fraction))
-    if abs(held_out - number * fraction) > SIGMAS * spread:
-        wrong.append(f"{held_out} of {number} texts are held out, expected {number * fraction:.0f}")
+    share = rule.val_share
+    spread = math.sqrt(number * share * (1 - share))
+    if abs(held_out - number * share) > SIGMAS * spread:
+        wrong.append(f"{held_out} of {number} texts are held out, expected {number * share:.0f}")
     return wrong
 
 

@@ -70,6 +70,12 @@ def data_build(
             help="Leave out training documents that share so much with a held-out one, such as 0.7."
         ),
     ] = None,
+    development: Annotated[
+        float,
+        typer.Option(
+            help="Keep this share of the training documents apart, to make choices on: 0.1."
+        ),
+    ] = 0.0,
     field: Annotated[str, typer.Option(help="Field or column that holds the text.")] = "text",
     bad_input: Annotated[
         str, typer.Option(help="refuse or repair: invalid UTF-8, lone surrogates, empty texts.")
@@ -87,10 +93,12 @@ def data_build(
     underpar data build novel.txt --out data --holdout 0.05
     underpar data build corpus.jsonl.xz --out data --recipe pr2014
     underpar data build more.parquet --out more --tokenizer data/tokenizer.model --field content
+    underpar data build my-texts --out data --development 0.1
 
     The same documents are held out on every machine, because their hash decides. Of fewer than 20
     documents, such as one novel, the ends are held out. The folder is written beside its place and
-    moved there when it is whole.
+    moved there when it is whole. --development also writes OUT-development: the same tokenizer and
+    training documents, and the development documents in place of the held-out ones.
     """
     from underpar.build.recipe import load_checked
     from underpar.core.runtime import num_cores
@@ -108,6 +116,7 @@ def data_build(
         workers=workers or num_cores(),
         drop_near=drop_near,
         val_docs=val_docs,
+        development=development,
     )
     manifest = build_data_folder(inputs, out, options, open_progress(json), overwrite)
     _show_manifest(out, manifest, json)

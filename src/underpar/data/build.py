@@ -1,16 +1,19 @@
 """Build a data folder: train or open a tokenizer, split by document, write the shards."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from underpar import __version__
 from underpar.data.copies import Drops, find_drops
-from underpar.data.folder import hash_file, load_data
+from underpar.data.folder import TOKENIZER_NAME, hash_file, load_data
 from underpar.data.folder_writer import FolderWriter, new_data_folder
 from underpar.data.hold_out import (
+    DEVELOPMENT,
+    VAL,
     HoldOut,
     Source,
     choose_hold_out,
@@ -58,6 +61,8 @@ class BuildOptions:
     drop_near: float | None = None
     # Hold out the first so many documents of the input, instead of a share; 0: do not.
     val_docs: int = 0
+    # Keep this share of the training documents apart, in a second data folder; 0: none.
+    development: float = 0.0
 
     def __post_init__(self) -> None:
         if self.val_docs < 0:
@@ -70,6 +75,10 @@ class BuildOptions:
             raise DataError(f"tokenizer kind is {self.kind!r}, expected 'bpe' or 'bytes'")
         if self.workers < 1:
             raise DataError(f"workers is {self.workers}, expected at least 1")
+        if not 0 <= self.development < 1:
+            raise DataError(
+                f"development is {self.development}, expected 0 or a fraction between 0 and 1"
+            )
         if self.drop_near is not None and not 0 < self.drop_near <= 1:
             raise DataError(f"drop_near is {self.drop_near}, expected above 0 and at most 1")
 
@@ -90,24 +99,58 @@ def build_data(
 
     Only training documents train the tokenizer. `progress` is called with the stage ("tokenizer" or
     "encode") and the number of documents done. An old data folder is replaced if `overwrite` says
-    so, at the end.
+    so, at the end. With `options.development`, so is the folder that prices those documents.
     """
     report = progress or (lambda stage, num_documents: None)
-    with new_data_folder(out, overwrite) as new:
-        manifest = _build(inputs, new, options, report)
-        if options.drop_near is None:
-            return manifest
-        data = load_data(new, verify=False, refuse_shared=False)
-        workers = min(options.workers, workers_for(data.train.num_bytes))
-        drops = find_drops(
-            data, options.drop_near, workers, lambda done: report("near duplicates", done)
-        )
-        if not drops:
-            return manifest
-        # Again from the start: what is dropped must not train the tokenizer.
-        for file in new.iterdir():
-            file.unlink()
-        return _build(inputs, new, options, report, drops)
+    with ExitStack() as stack:
+        names = {VAL: out} | ({DEVELOPMENT: development_of(out)} if options.development else {})
+        folders = {
+            priced: stack.enter_context(new_data_folder(folder, overwrite))
+            for priced, folder in names.items()
+        }
+        manifests = _build_folders(inputs, folders, options, report)
+        if options.drop_near is not None:
+            drops = {p: _drops_of(folder, options, report) for p, folder in folders.items()}
+            if any(drops.values()):
+                # Again from the start: what is dropped must not train the tokenizer.
+                for folder in folders.values():
+                    for file in folder.iterdir():
+                        file.unlink()
+                manifests = _build_folders(inputs, folders, options, report, drops)
+        return manifests[VAL]
+
+
+def development_of(folder: Path) -> Path:
+    """The data folder beside `folder` that prices its development documents."""
+    return folder.with_name(f"{folder.name}-{DEVELOPMENT}")
+
+
+def _build_folders(
+    inputs: Sequence[Path],
+    folders: Mapping[str, Path],
+    options: BuildOptions,
+    report: Progress,
+    drops: Mapping[str, Drops] | None = None,
+) -> dict[str, dict[str, Any]]:
+    """The manifest of each folder. All have one tokenizer and the same training documents."""
+    manifests = {}
+    # What repeats priced text of either folder is left out of both.
+    training = frozenset[bytes]().union(*(d.training for d in (drops or {}).values()))
+    for priced, folder in folders.items():
+        left_out = replace(drops[priced], training=training) if drops else None
+        if priced != VAL:
+            options = replace(options, tokenizer=folders[VAL] / TOKENIZER_NAME)
+        manifests[priced] = _build(inputs, folder, options, report, priced, left_out)
+    return manifests
+
+
+def _drops_of(folder: Path, options: BuildOptions, report: Progress) -> Drops:
+    assert options.drop_near is not None
+    data = load_data(folder, verify=False, refuse_shared=False)
+    workers = min(options.workers, workers_for(data.train.num_bytes))
+    return find_drops(
+        data, options.drop_near, workers, lambda done: report("near duplicates", done)
+    )
 
 
 def _build(
@@ -115,7 +158,8 @@ def _build(
     out: Path,
     options: BuildOptions,
     report: Progress,
-    drops: Drops | None = None,
+    priced: str,
+    drops: Drops | None,
 ) -> dict[str, Any]:
     groups = _list_groups(inputs, options)
     sources = _describe_inputs(groups, options)
@@ -124,6 +168,9 @@ def _build(
         hold_out, sources = hold_out_first(sources, options.val_docs, reading)
     else:
         hold_out, reading = choose_hold_out(sources, options.fraction, options.reading)
+    hold_out = replace(
+        hold_out, development=options.development, prices_development=priced == DEVELOPMENT
+    )
     if drops:
         hold_out = replace(hold_out, dropped=drops.training, dropped_val=drops.held_out, once=True)
     content = _tokenizer_content(sources, hold_out, replace(options, reading=reading), report)
@@ -144,7 +191,7 @@ def _build(
                 if columns.counts.size:
                     writer.add(batch.path, split, columns)
             report("encode", tally.documents)
-        _refuse_empty_split(writer, tally, options)
+        _refuse_empty_split(writer, tally, options, priced)
     return writer.write_manifest(
         {
             "tool": f"underpar {__version__}",
@@ -239,10 +286,16 @@ def _jobs(sources: list[Source], text_field: str) -> Iterator[Job]:
         yield from read_batches(source, text_field)
 
 
-def _refuse_empty_split(writer: FolderWriter, tally: Tally, options: BuildOptions) -> None:
+def _refuse_empty_split(
+    writer: FolderWriter, tally: Tally, options: BuildOptions, priced: str
+) -> None:
     for split in writer.empty_splits:
-        name = "val_docs" if options.val_docs else "holdout"
+        name, value = "holdout", options.fraction
+        if options.val_docs:
+            name, value = "val_docs", options.val_docs
+        if split == "val" and priced == DEVELOPMENT:
+            split, name, value = DEVELOPMENT, DEVELOPMENT, options.development
         raise DataError(
             f"none of {tally.documents} documents falls into {split} "
-            f"with {name} {options.val_docs or options.fraction}: change {name} or add text"
+            f"with {name} {value}: change {name} or add text"
         )

@@ -3,6 +3,10 @@
 Few documents, such as one novel, cannot be divided by hash. Each is then cut into pieces, which are
 documents of their own, and the last pieces of each are held out. Training documents that nearly
 equal held-out ones may be dropped; they are in no split.
+
+A share of the training documents may be kept apart for development: choices are made on them, so
+that the held-out documents choose nothing. They are in no split of the data folder. A second folder
+prices them, in place of the held-out documents, and has the same training documents.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,6 +23,7 @@ from underpar.data.sources.corpus import (
     cut_text,
     document_hash,
     is_held_out,
+    is_kept_apart,
     parse,
     read_documents,
     read_raw,
@@ -29,6 +34,9 @@ BY_HASH = "val if the first 8 bytes of sha256(text), big-endian, are < fraction 
 BY_FILE = "val if in an input marked val: the corpus's published split"
 BY_PLACE = "val if among the first documents of the input; later copies of them are in no split"
 BY_END = "val if equal to one of the last pieces of a document: end_fraction of its pieces"
+
+# Which documents a data folder prices: those that the rule holds out, or those for development.
+VAL, DEVELOPMENT = "val", "development"
 
 # Of fewer documents, a share by hash would be one or two, or none.
 FEWEST_DOCUMENTS = 20
@@ -55,6 +63,9 @@ class HoldOut:
     once: bool = False
     # How many of the first documents are held out, if the rule is BY_PLACE.
     num_first: int = 0
+    # The share of training documents that are kept apart, and whether these are the ones to price.
+    development: float = 0.0
+    prices_development: bool = False
 
     def split_of(self, digest: bytes, file_split: str) -> str | None:
         """The split of a document, given that of its place or file; None if it is dropped.
@@ -69,21 +80,43 @@ class HoldOut:
             # The place decides; a document that equals one of the first is a copy.
             is_copy = self.rule == BY_PLACE and file_split == "train"
             split = None if is_copy else "val"
+        if split == "train" and is_kept_apart(digest, self.development):
+            split = "val" if self.prices_development else None
+        elif split == "val" and self.prices_development:
+            split = None
         left_out = self.dropped_val if split == "val" else self.dropped
         return None if digest in left_out else split
 
+    @property
+    def val_share(self) -> float | None:
+        """Expected share of the documents of both splits that are in val, if hashes decide."""
+        if self.fraction is None or self.rule != BY_HASH:
+            return None
+        apart = (1 - self.fraction) * self.development
+        val = apart if self.prices_development else self.fraction
+        return val / (val + (1 - self.fraction) * (1 - self.development))
+
     def describe(self) -> dict[str, Any]:
         """What the manifest says of the split."""
+        told: dict[str, Any] = {"rule": self.rule, "fraction": self.fraction}
         if self.rule == BY_END:
-            return {"rule": self.rule, "fraction": None, "end_fraction": self.fraction}
+            told |= {"fraction": None, "end_fraction": self.fraction}
         if self.rule == BY_PLACE:
-            return {"rule": self.rule, "fraction": None, "first_documents": self.num_first}
-        return {"rule": self.rule, "fraction": self.fraction}
+            told |= {"fraction": None, "first_documents": self.num_first}
+        if self.development:
+            priced = DEVELOPMENT if self.prices_development else VAL
+            told |= {"development": self.development, "priced": priced}
+        return told
 
 
 def by_hash(fraction: float) -> HoldOut:
     """Hold out this share of the documents, chosen by their hashes."""
     return HoldOut(BY_HASH, fraction)
+
+
+def priced_documents(manifest: dict[str, Any]) -> str:
+    """Which documents the folder of a manifest prices: "val" or "development"."""
+    return str(manifest["split"].get("priced", VAL))
 
 
 def stated_hold_out(manifest: dict[str, Any]) -> HoldOut:
@@ -97,6 +130,10 @@ def stated_hold_out(manifest: dict[str, Any]) -> HoldOut:
     elif stated.get("rule") == BY_PLACE:
         reading = Reading(**manifest["reading"])
         hold_out = _hold_out_marked(manifest["inputs"], stated["first_documents"], reading)
+    if "development" in stated:
+        priced = priced_documents(manifest) == DEVELOPMENT
+        share = stated["development"]
+        hold_out = replace(hold_out, development=share, prices_development=priced)
     if "dropped" not in manifest:
         return hold_out
     dropped, dropped_val = (

@@ -40,6 +40,8 @@ def write_part(
     """
     if options.tokenizer is None or options.fraction is None:
         raise DataError("a part needs a tokenizer file and a fraction to hold out, give both")
+    if options.development:
+        raise DataError("a part keeps no development documents apart; build the folder whole")
     with new_data_folder(out, overwrite) as new:
         return _write_part(texts, new, options)
 

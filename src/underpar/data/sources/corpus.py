@@ -72,6 +72,14 @@ def is_held_out(digest: bytes, fraction: float) -> bool:
     return int.from_bytes(digest[:8], "big") < fraction * 2**64
 
 
+def is_kept_apart(digest: bytes, share: float) -> bool:
+    """Whether a training document is for development: the next 8 hash bytes < share * 2^64.
+
+    Other bytes than those of the held-out documents, so that the two choices are independent.
+    """
+    return int.from_bytes(digest[8:16], "big") < share * 2**64
+
+
 def demo_corpus() -> Path:
     """The JSON-lines file that comes with the package (licences: NOTICE.md in the same folder)."""
     return Path(str(resources.files("underpar").joinpath("data", "demo", "demo.jsonl.xz")))
