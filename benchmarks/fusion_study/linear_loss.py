@@ -34,7 +34,7 @@ from torch import Tensor
 
 from underpar.errors import BenchError
 from underpar.kernels.capped import SAFE_CAP, capped_cross_entropy, soft_cap
-from underpar.lab.operators import TOKENS, Operator
+from underpar.lab.operators import TOKENS, Operator, runs_triton
 from underpar.model.gpt import GPT
 from underpar.recipe import Recipe
 from underpar.seams import Stream
@@ -42,8 +42,6 @@ from underpar.seams import Stream
 # Tokens of a chunk. The product for dx has (R / 128) (D / 128) tiles of output: 4,096 rows are one
 # wave on 132 multiprocessors. Twice as many rows leave the L2 cache.
 ROWS = 4096
-# Triton's interpreter runs kernels on a CPU if it was asked for when they were made.
-INTERPRETED = triton.knobs.runtime.interpret
 
 
 def plain(x: Tensor, weight: Tensor, targets: Tensor, cap: float, rows: int = ROWS) -> Tensor:
@@ -77,7 +75,7 @@ def _turn_into_gradients(
     logits: Tensor, targets: Tensor, nats: Tensor, cap: float, share: float
 ) -> None:
     """Write the nats of each token, and `share` times their gradients in place of the logits."""
-    if logits.is_cuda or INTERPRETED:
+    if runs_triton(logits):
         sizes = (logits.size(1), cap, share)
         block = triton.next_power_of_2(logits.size(1))
         # 256 threads with 32 logits each, if there are 8,192.

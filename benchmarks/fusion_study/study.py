@@ -26,12 +26,12 @@ import torch
 
 from underpar.errors import BenchError, UnderparError, one_line
 from underpar.lab.bench import BenchResult, Instruments, run_bench
-from underpar.lab.operators import TOKENS, Operator
+from underpar.lab.operators import PEAK_BYTES, TOKENS, Operator
 from underpar.lab.verdict import MIN_KEPT_QUADS
 from underpar.recipe import nearest
 
 # By the gain that was predicted for training.
-FILES = ("linear_loss",)
+FILES = ("linear_loss", "block_epilogue")
 HEADS = ("operator", "plain ms", "fused ms", "fused / plain", "floor ms", "verdict")
 WIDTHS = (28, 9, 9, 24, 9, 0)
 
@@ -45,7 +45,7 @@ def operators_of(file: str) -> dict[str, Operator]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, measure, print and write; returns the exit code."""
     parser = argparse.ArgumentParser("python -m benchmarks.fusion_study", description=__doc__)
-    parser.add_argument("--list", action="store_true", help="name the operators and their sources")
+    parser.add_argument("--list", action="store_true", help="what is predicted, as in docs")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="operators or files to time")
     parser.add_argument("--budget", type=float, default=600.0, metavar="SECONDS", help="all in all")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of fusion-study.json")
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen = _choose(list(operators), options.only)
         if options.list:
             for name in chosen:
-                print(f"{name}: {operators[name].what}. {operators[name].source}")
+                print(prediction(name, operators[name]))
             return 0
         if not options.budget > 0 or options.tokens < 0:
             raise BenchError("--budget takes seconds and --tokens a number, both above 0")
@@ -65,6 +65,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return int(any("error" in row for row in rows))
+
+
+def prediction(name: str, operator: Operator) -> str:
+    """The operator's row of the table in docs/fusion-study.md."""
+    saved_ms = 1e3 * (operator.plain_bytes - operator.bytes) / PEAK_BYTES
+    costs = (operator.flops / 1e9, operator.bytes / 1e6, operator.plain_bytes / 1e6)
+    words = (f"`{name}`", operator.what, operator.source, *(f"{cost:,.0f}" for cost in costs))
+    return f"| {' | '.join(words)} | {operator.floor_ms:.3f} | {saved_ms:.3f} |"
 
 
 def _choose(names: list[str], only: Sequence[str] | None) -> list[str]:

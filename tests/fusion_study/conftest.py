@@ -5,15 +5,13 @@ import importlib.util
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from types import ModuleType
 
 import pytest
-import torch
 
 
 @pytest.fixture(scope="session")
-def check_interpreted() -> Iterator[Callable[[ModuleType], None]]:
-    """The `check` of a candidate, in a process in which Triton interprets its kernels."""
+def interpreted() -> Iterator[Callable[..., None]]:
+    """Calls a function in a process in which Triton interprets its kernels."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("needs triton")
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
@@ -22,4 +20,4 @@ def check_interpreted() -> Iterator[Callable[[ModuleType], None]]:
             patch.setenv("TRITON_INTERPRET", "1")
             patch.setenv("OMP_NUM_THREADS", "1")
             pool.submit(importlib.import_module, "triton.knobs").exception()
-        yield lambda module: pool.submit(module.check, torch.device("cpu")).result()
+        yield lambda function, *args: pool.submit(function, *args).result()

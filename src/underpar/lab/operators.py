@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -76,6 +77,11 @@ class Operator:
         )
         wait = torch.cuda.synchronize if device.type == "cuda" else no_synchronize
         return Bench(name, self.what, plain, fused, "plain", "fused", wait)
+
+
+def runs_triton(x: Tensor) -> bool:
+    """Whether Triton kernels can read x: on a GPU, or on a CPU if Triton interprets kernels."""
+    return x.is_cuda or bool(import_module("triton").knobs.runtime.interpret)
 
 
 def _both_passes(
