@@ -37,7 +37,8 @@ OutFolder = Annotated[Path, typer.Option(help="Folder for the results; a second 
 def bench(
     name: Annotated[str, typer.Argument(help="A benchmark, or 'list'.")] = "list",
     sides: Annotated[
-        list[str] | None, typer.Argument(metavar="[A B]", help="For 'step': two recipes.")
+        list[str] | None,
+        typer.Argument(metavar="[RECIPE]...", help="Two for 'step', one for 'roofline'."),
     ] = None,
     quads: Annotated[int, typer.Option(help="Rounds of A B B A; an even number.")] = 12,
     block_seconds: Annotated[float, typer.Option(help="Shortest timed block, in seconds.")] = 2.0,
@@ -81,14 +82,18 @@ def bench(
     underpar bench step h200-300s h200-300s --candidate B=FILE.py --at 0.6 --out bench
     underpar bench step pr2014 pr2014 --compile B=max-autotune-no-cudagraphs
     underpar bench step h200-300s h200-300s --set B=levers.lanes=false
+    underpar bench roofline h200-300s --out roof
+    underpar bench ceilings
 
     The control times a variant against itself. If it shows a difference, there is no result.
-    'step' times training steps and refuses sides whose gradients are wrong (docs/benchmarking.md).
+    'step' times training steps and refuses sides whose gradients are wrong; 'roofline' says which
+    kernels a step spends its time in, and what bounds them (docs/benchmarking.md).
     """
     from underpar.core.runtime import open_runtime
     from underpar.lab.bench import run_bench
     from underpar.lab.bench_report import rows_of, sentence_of, write_bench
-    from underpar.lab.benches import STEP, describe_benches, find_bench, refuse_options
+    from underpar.lab.benches import describe_benches, find_bench, refuse_options
+    from underpar.lab.roofline import measure_ceilings, profile_recipe, to_markdown
     from underpar.lab.step_bench import compare_steps, open_sides, read_variants
 
     if name == "list":
@@ -103,7 +108,20 @@ def bench(
         "compiled": compile_ or [],
     }
     details: dict[str, Any] = {}
-    if name == STEP:
+    if name == "ceilings":
+        refuse_options(name, {"sides": sides or [], **options})
+        found = measure_ceilings(open_runtime(device))
+        if json:
+            show_json(asdict(found))
+            return
+        OUT.print(f"products {found.flops / 1e12:.4g} TFLOP/s, copies {found.bytes / 1e9:.4g} GB/s")
+        return
+    if name == "roofline":
+        [variant] = read_variants(sides or (), options, "A")
+        roofline = profile_recipe(variant, at, open_runtime(device), out, progress)
+        show_json(roofline.as_dict()) if json else typer.echo(to_markdown(roofline))
+        return
+    if name == "step":
         runtime = open_runtime(device)
         pair = open_sides(read_variants(sides or (), options), at, runtime, progress)
         steps = compare_steps(pair[0], pair[1], *settings, progress)

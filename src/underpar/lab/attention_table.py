@@ -60,7 +60,7 @@ def measure_rows(
             for window in WINDOWS:
                 for name in usable:
                     calls = _calls(tensors, segments.to(device), window, name)
-                    forward, both = (_median_ms(call, runtime) for call in calls)
+                    forward, both = (median_ms(call, runtime) for call in calls)
                     yield Row(name, pieces, context, window, forward, both)
 
 
@@ -89,7 +89,8 @@ def _calls(
     return torch.no_grad()(forward), both
 
 
-def _median_ms(call: Callable[[], object], runtime: Runtime) -> float:
+def median_ms(call: Callable[[], object], runtime: Runtime) -> float:
+    """Milliseconds of a call on its device, the median of `REPEATS` after a warm-up."""
     for _ in range(WARMUPS):
         call()
     runtime.synchronize()

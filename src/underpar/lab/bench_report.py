@@ -23,11 +23,12 @@ def sentence_of(result: BenchResult) -> str:
     if result.verdict == "refused":
         return f"No result. {result.reason[:1].upper()}{result.reason[1:]}."
     interval = result.mean_ratio_interval
-    change = 100 * (1 - result.mean_ratio)
-    low, high = 100 * (1 - interval.high), 100 * (1 - interval.low)
-    told = f"{change:+.2f} % less time, 95 % interval {low:+.2f} to {high:+.2f} %"
+    change, low, high = (
+        f"{100 * (ratio - 1):+.2f}" for ratio in (result.mean_ratio, interval.low, interval.high)
+    )
+    told = f"{change} % time, 95 % interval {low} to {high} %"
     if result.verdict == "no difference shown":
-        return f"No difference shown: {told}."
+        return f"No difference between A and B was shown: {told}."
     return f"B is {result.verdict} than A: {told}."
 
 

@@ -133,24 +133,27 @@ BENCHES: dict[str, Callable[[Runtime], Bench]] = {
 }
 # These read a corpus file, by default the embedded corpus.
 DATA_BENCHES: dict[str, Callable[[Path | None], Bench]] = {"data": data, "data_cores": data_cores}
-# Its sides are recipes with options; `lab/step_bench.py` has it.
-STEP = "step"
-STEP_HELP = "Training steps of two recipes, candidates, compile modes or backends of attention."
+# These take recipes: `lab/step_bench.py` and `lab/roofline.py` have them.
+OF_RECIPES = {
+    "step": "Training steps of two recipes, candidates, compile modes or backends of attention.",
+    "ceilings": "What this device reaches in products of matrices and in copies.",
+    "roofline": "Where a training step of one recipe spends its time, beside the ceilings.",
+}
 
 
 def describe_benches() -> dict[str, str]:
     """Name -> description of every benchmark."""
     table: dict[str, Callable[..., Bench]] = {**BENCHES, **DATA_BENCHES}
     docs = {name: (make.__doc__ or "").strip() for name, make in table.items()}
-    return dict(sorted((docs | {STEP: STEP_HELP}).items()))
+    return dict(sorted((docs | OF_RECIPES).items()))
 
 
 def refuse_options(name: str, options: Mapping[str, Sequence[str]]) -> None:
-    """Refuse what a benchmark does not read: all of `options`, which are for `STEP`."""
+    """Refuse what a benchmark does not read: all of `options`, which are for recipes."""
     for option, values in options.items():
         if values:
             raise BenchError(
-                f"benchmark {name!r} takes no {option} ({values[0]!r}): 'bench {STEP} A B' does"
+                f"benchmark {name!r} takes no {option} ({values[0]!r}): 'bench step A B' does"
             )
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
@@ -85,14 +86,17 @@ class Variant:
         return " + ".join([self.recipe, *(w for w in self.words() if w not in other.words())])
 
 
-def read_variants(names: Sequence[str], options: Mapping[str, Sequence[str]]) -> list[Variant]:
-    """The two sides from two recipes and from options, "VALUE" for both or "B=VALUE" for one.
+def read_variants(
+    names: Sequence[str], options: Mapping[str, Sequence[str]], letters: str = "AB"
+) -> list[Variant]:
+    """The sides from their recipes and from options, "VALUE" for both or "B=VALUE" for one.
 
     Options are by field of `Variant`.
     """
-    if len(names) != 2:
-        raise BenchError(f"{len(names)} recipes were named; name two, A and B, which may be equal")
-    return [_read_variant(*pair, options) for pair in zip(LETTERS, names, strict=True)]
+    if len(names) != len(letters):
+        wanted = "A and B, which may be equal" if len(letters) > 1 else "one"
+        raise BenchError(f"{len(names)} recipes were named; name {wanted}")
+    return [_read_variant(*pair, options) for pair in zip(letters, names, strict=True)]
 
 
 def _read_variant(letter: str, name: str, options: Mapping[str, Sequence[str]]) -> Variant:
@@ -184,11 +188,16 @@ class TrainingStep:
 
     def __call__(self) -> Tensor:
         """Take a step; its loss."""
+        return self.step(nullcontext())
+
+    def step(self, update: AbstractContextManager[object]) -> Tensor:
+        """Take a step, the update of the weights inside a context; its loss."""
         self.prepare()
         loss = self._accumulate(self._next, self._num_micro)
-        self.optimizer.step(*self._rates)
-        for averager in self.averagers:
-            averager.update(dict(self.model.state_dict()), 1)
+        with update:
+            self.optimizer.step(*self._rates)
+            for averager in self.averagers:
+                averager.update(dict(self.model.state_dict()), 1)
         return loss
 
     def seconds(self, calls: int) -> float:
@@ -423,6 +432,10 @@ def compare_steps(
     progress: Progress = SILENT,
 ) -> StepResult:
     """Check that both sides are right, then time them in turns."""
+    if a.step_tokens != b.step_tokens:
+        raise BenchError(
+            f"a step of A has {a.step_tokens} tokens, one of B {b.step_tokens}: make them equal"
+        )
     check: dict[str, Any] = {}
     on_gpu = a.runtime.device.type == "cuda"
     bench = Bench(

@@ -142,6 +142,7 @@ def _describe_device(device: torch.device) -> str:
 def copy_speed(runtime: Runtime) -> float:
     """GB/s, read plus written, of a copy on the device."""
     size = 1 << (30 if runtime.device.type == "cuda" else 26)
-    a = torch.zeros(size // 4, device=runtime.device)
+    # Zeros may move faster than data.
+    a = torch.rand(size // 4, device=runtime.device)
     b = torch.empty_like(a)
     return 2 * size / best_seconds(lambda: b.copy_(a), runtime) / 1e9
