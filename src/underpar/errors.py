@@ -57,3 +57,7 @@ class RuleError(UnderparError):
 
 class BenchError(UnderparError):
     """A measurement that cannot be trusted or a comparison that cannot be made."""
+
+
+class ExactError(UnderparError):
+    """A part of a model whose results exact mode cannot make the same on every machine."""

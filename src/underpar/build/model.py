@@ -58,6 +58,11 @@ def build_predictor(
     dtype: torch.dtype = torch.float32,
 ) -> Predictor:
     """The predictor of an artifact, with its dequantized weights; matrix products in `dtype`."""
+    return Predictor(weighted_model(artifact), device, list(adapters), dtype)
+
+
+def weighted_model(artifact: Artifact) -> GPT:
+    """The network of an artifact with its dequantized weights."""
     expected = weight_shapes(artifact.recipe)
     shapes = {name: t.shape for name, t in artifact.tensors.items()}
     if shapes != expected:
@@ -67,4 +72,4 @@ def build_predictor(
     model = build_model(artifact.recipe)
     weights = {name: torch.from_numpy(dequantize(t)) for name, t in artifact.tensors.items()}
     model.load_state_dict(weights)
-    return Predictor(model, device, list(adapters), dtype)
+    return model
