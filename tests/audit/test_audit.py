@@ -398,7 +398,7 @@ def test_scores_of_another_artifact_are_refused(
     finding = score_files(case)
     assert finding.verdict == FAIL
     assert finding.evidence["wrong"] == {
-        "score-plain.json": "it scores another artifact; score again"
+        "score-plain.json": f"it scores another artifact; run 'underpar score {folder.path}' again"
     }
 
 

@@ -1,17 +1,22 @@
 """Every file of a run names the command that writes it, and that command exists."""
 
+import ast
+import re
 import shlex
 from pathlib import Path
 
 import pytest
 import typer
 
+import underpar
 from underpar.cli import app
 from underpar.core.fields import read_fields, read_lines
 from underpar.core.makers import MAKERS, again, maker_of
 from underpar.core.run_folder import RunFolder, artifact_at, run_at
 from underpar.errors import RunError
+from underpar.score.method import ADAPT, PLAIN, PUBLISHED, Method
 
+LORA = " --with lora_ttt"
 # Continued or written beside; nobody asks for them.
 NO_MAKER = {"checkpoint.safetensors", "failure.json", "report.html"}
 
@@ -23,8 +28,46 @@ def test_every_file_of_a_run_has_a_maker(tmp_path: Path) -> None:
     assert len(files) > 12
     nameless = {file.name for file in files if isinstance(file, Path) and not maker_of(file)}
     assert nameless == NO_MAKER
-    assert maker_of(folder.score_file("sliding64")) == f"underpar score {tmp_path}"
-    assert maker_of(folder.score_file("adapt")) == f"underpar score {tmp_path} --adapt"
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        (PLAIN, ""),
+        (ADAPT, " --adapt"),
+        (Method(stride=64), " --stride 64"),
+        (Method(("tilt",), stride=512, flat=True), " --stride 512 --flat --with tilt"),
+        (Method(("lora_ttt", "tilt"), order=PUBLISHED), LORA + " --with tilt --order published"),
+        (Method(name="$(rm x)"), " --with '$(rm x)'"),
+    ],
+    ids=lambda value: value.label if isinstance(value, Method) else "",
+)
+def test_a_score_names_the_options_that_it_was_made_with(method: Method, options: str) -> None:
+    path = RunFolder(Path("my runs") / "a").score_file(method.label)
+    assert maker_of(path) == f"underpar score 'my runs/a'{options}"
+
+
+# A stage that shall be repeated, or done before: its command has to be in the message too.
+REPEAT = re.compile(
+    r"\b(build|train|calibrate|quantize|pack|score|audit|fetch|merge|make)s? "
+    r"(it |them |the folder )?(again|anew|first)\b"
+)
+NAMED = ("underpar ", "again(", "remedy", "the same command")
+# Methods of a predictor have no command.
+NO_COMMAND = ("infer/predictor.py",)
+
+
+def test_an_error_that_asks_for_a_stage_names_its_command() -> None:
+    sources = Path(underpar.__file__).parent
+    nameless = []
+    others = {sources / name for name in NO_COMMAND}
+    for path in sorted({*sources.rglob("*.py")} - others):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Raise) and node.exc is not None:
+                words = ast.unparse(node.exc)
+                if REPEAT.search(words) and not any(name in words for name in NAMED):
+                    nameless.append(f"{path.relative_to(sources)}:{node.lineno} {words}")
+    assert nameless == []
 
 
 @pytest.mark.parametrize("words", sorted(set(MAKERS.values())))

@@ -70,7 +70,10 @@ def refusal(folder: Path, verify: bool = True) -> str:
     with pytest.raises(DataError) as caught:
         load_data(folder, verify=verify)
     assert "\n" not in str(caught.value)
-    return str(caught.value)
+    message, _, remedy = str(caught.value).rpartition("; ")
+    overwrite = " --overwrite" if folder.exists() else ""
+    assert remedy == f"run 'underpar data build TEXT --out {folder}{overwrite}'"
+    return message
 
 
 def add_bytes(num_bytes: int, document: int = 3) -> Callable[[Columns], Columns]:
@@ -105,7 +108,7 @@ def test_a_missing_file_is_refused(folder: Path, name: str) -> None:
         ("[" * 100_000, "manifest.json: invalid JSON"),
         ("[]", "format is [], expected 2"),
         ("{}", "format is None, expected 2"),
-        ('{"format": 1}', "format is 1, expected 2; build it again"),
+        ('{"format": 1}', "format is 1, expected 2"),
         ('{"format": 2}', "tokenizer.model: no text transform 'None'"),
         ('{"format": 2, "tokenizer": 5}', "tokenizer.model: no text transform 'None'"),
         ('{"format": 2, "tokenizer": {"transform": "caseops"}}', "tokenizer.model: transform"),
@@ -196,7 +199,7 @@ def test_a_document_on_both_sides_is_refused(folder: Path, verify: bool) -> None
     digest = val.doc_hashes[0].tobytes().hex()[:16]
     assert refusal(folder, verify) == (
         f"{folder}: 1 training documents are also in validation (first SHA-256 {digest}), "
-        "manifest.json says 0; build the folder again"
+        "manifest.json says 0"
     )
     assert load_data(folder, verify, refuse_shared=False).val.num_documents == val.num_documents
 

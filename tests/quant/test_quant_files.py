@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from underpar.core.run_folder import RunFolder
 from underpar.core.tensor_files import save_tensors
 from underpar.errors import RunError
 from underpar.quant.calibration import HEAD, Calibration
@@ -73,9 +74,10 @@ def test_rounded_models(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("about", [{}, {"numbers": {}}, {"numbers": 3}, {"table": "["}])
 def test_other_files_are_refused(tmp_path: Path, about: dict[str, object]) -> None:
-    path = tmp_path / "other.safetensors"
-    save_tensors(path, {"a": torch.zeros(2)}, about)
-    with pytest.raises(RunError, match="underpar calibrate"):
-        read_measured(path, torch.device("cpu"))
-    with pytest.raises(RunError, match="underpar quantize"):
-        read_quantized(path)
+    folder = RunFolder(tmp_path)
+    for path in (folder.calibration_file, folder.quantized_file):
+        save_tensors(path, {"a": torch.zeros(2)}, about)
+    with pytest.raises(RunError, match=f"run 'underpar calibrate {tmp_path}' again"):
+        read_measured(folder.calibration_file, torch.device("cpu"))
+    with pytest.raises(RunError, match=f"run 'underpar quantize {tmp_path}' again"):
+        read_quantized(folder.quantized_file)

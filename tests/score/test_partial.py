@@ -26,6 +26,7 @@ from tiny import TinyRun
 from underpar import cli
 from underpar.artifact.unpack import Artifact
 from underpar.build.scoring import ScoringRequest, open_method, run_method
+from underpar.core.makers import maker_of
 from underpar.core.runtime import Clock, Runtime
 from underpar.errors import RunError
 from underpar.infer.lora import Lora
@@ -261,7 +262,8 @@ def test_a_damaged_file_is_refused(artifact: Artifact, tmp_path: Path) -> None:
             Start(path).go(artifact, "lanes")
         line = str(caught.value)
         assert line.startswith(f"{path} is damaged (") and "\n" not in line
-        assert line.endswith("; remove it, or give --fresh to start over")
+        command = maker_of(path.with_suffix(".json"))
+        assert line.endswith(f"; start over with --fresh, as in '{command} --fresh'")
     path.write_bytes(good)
     assert Start(path).partial.find() is not None
 

@@ -49,9 +49,7 @@ def unframe(data: bytes, num_sections: int) -> list[bytes]:
         )
     head, digest, body = data[: HEAD.size], data[HEAD.size : HEAD_BYTES], data[HEAD_BYTES:]
     if hashlib.sha256(head + body).digest() != digest:
-        raise ArtifactError(
-            "artifact checksum differs: the file is damaged; fetch or pack it again"
-        )
+        raise ArtifactError("artifact checksum differs: the file is damaged")
     if count != num_sections or len(body) < 8 * count:
         raise ArtifactError(f"artifact has {count} sections, expected {num_sections}")
     lengths = struct.unpack_from(f"<{count}Q", body)

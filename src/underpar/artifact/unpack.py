@@ -141,7 +141,7 @@ class LazyArtifact:
         counts = [row.scheme.num_halves(row.shape) for row in self.rows.values()]
         raw = unsqueeze(self._halves, 2 * sum(counts))
         if len(raw) != 2 * sum(counts):
-            raise ArtifactError("artifact holds fewer steps than its table needs; pack it again")
+            raise ArtifactError("artifact holds fewer steps than its table needs")
         numbers = unshuffle(raw)
         if not np.isfinite(numbers).all():
             raise ArtifactError("artifact holds a step that is not finite")

@@ -14,6 +14,7 @@ from typing import Any
 
 from underpar.build.scoring import method_of
 from underpar.core.fields import reading
+from underpar.core.makers import again
 from underpar.core.run_folder import RunFolder
 from underpar.errors import RuleError, UnderparError
 from underpar.recipe import Recipe
@@ -64,13 +65,16 @@ def read_claims(folder: RunFolder, recipe: Recipe, artifact_sha256: str) -> Clai
     for path in folder.score_files():
         try:
             tree = folder.read_json(path)
-            with reading(path, "score again"):
+            with reading(path, again(path)):
                 score = _read_score(folder, path, tree)
                 method_of(score, recipe)
             if tree["artifact_sha256"] != artifact_sha256:
-                raise RuleError("it scores another artifact; score again")
+                raise RuleError("it scores another artifact")
+        except RuleError as error:
+            refused[path.name] = f"{str(error)[:200]}; {again(path)}"
         except UnderparError as error:
-            refused[path.name] = f"{error}"[:200]
+            # It names the command itself.
+            refused[path.name] = str(error)
         else:
             scores[score.method], trees[score.method] = score, tree
     return Claims(scores, trees, refused)

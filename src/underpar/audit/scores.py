@@ -15,6 +15,7 @@ from underpar.audit.case import Case, Repeated
 from underpar.audit.finding import PASS, Finding, judge, not_shown
 from underpar.build.levers import plug_levers
 from underpar.codec.stream import code_documents
+from underpar.core.makers import again
 from underpar.core.versions import device_name
 from underpar.data.shards import pick_documents
 from underpar.data.xz import xz_bytes
@@ -40,7 +41,8 @@ def score_files(case: Case) -> Finding:
     wrong = dict(case.refused)
     for label, score in case.scores.items():
         if why := _impossible(case, score) or _misstated(case, label):
-            wrong[f"score-{label}.json"] = why
+            path = case.folder.score_file(label)
+            wrong[path.name] = f"{why}; {again(path)}"
     said = "; ".join(f"{name}: {why}" for name, why in wrong.items())
     return judge(
         "score files",

@@ -19,6 +19,7 @@ import underpar
 from underpar.audit.case import Case
 from underpar.audit.finding import Finding, judge, not_shown
 from underpar.audit.scores import num_other_documents
+from underpar.core.makers import again
 from underpar.data.folder import sidecar_name
 from underpar.data.folder_writer import FolderWriter
 from underpar.data.shards import Columns, Shard, pick_documents
@@ -44,7 +45,7 @@ def script(case: Case) -> Finding:
     """The script beside the artifact is the bundle, and scores documents as the score file says."""
     file = case.folder.script_file
     if not file.is_file():
-        return not_shown("script", f"no {file.name} beside the artifact; run 'underpar pack' again")
+        return not_shown("script", f"no {file.name} beside the artifact; {again(file)}")
     if file.read_bytes() != case.expected_script():
         return _other_script(case)
     if "plain" not in case.scores:

@@ -13,6 +13,7 @@ from underpar.artifact.table import MAX_HEADER_BYTES
 from underpar.artifact.unpack import NUM_SECTIONS, LazyArtifact
 from underpar.audit.case import Case
 from underpar.audit.finding import Finding, judge, not_shown
+from underpar.core.makers import again
 
 # What packing writes of a tensor and of its correction.
 ROW_KEYS = {"name", "shape", "scheme", "activation", "bytes", "low", "freqs"}
@@ -29,7 +30,7 @@ def size(case: Case) -> Finding:
     folder, cap = case.folder, min(case.limits.cap_bytes, case.recipe.limits.cap_bytes)
     script = folder.script_file
     if not script.is_file():
-        return not_shown("size", f"no {script.name} beside the artifact; run 'underpar pack' again")
+        return not_shown("size", f"no {script.name} beside the artifact; {again(script)}")
     files = [folder.artifact_file, script]
     if LazyArtifact(folder.artifact_file.read_bytes()).names_tokenizer:
         files.append(folder.tokenizer_file)

@@ -40,7 +40,8 @@ def read_artifact(path: Path) -> tuple[Artifact, str]:
         tokenizer = read_model(beside) if file.names_tokenizer else None
         return file.unpack(tokenizer), hashlib.sha256(data).hexdigest()
     except (ArtifactError, DataError) as error:
-        raise ArtifactError(f"{path}: {error}") from error
+        why = f"{path}: {error}; run 'underpar pack RUN' again"
+        raise ArtifactError(why) from error
 
 
 def require_same_tokenizer(artifact: Artifact, tokenizer: Tokenizer) -> None:
@@ -49,6 +50,7 @@ def require_same_tokenizer(artifact: Artifact, tokenizer: Tokenizer) -> None:
     if identity != tokenizer.identity:
         raise ArtifactError(
             f"artifact has tokenizer {identity[:12]}, the data were built with "
-            f"{tokenizer.identity[:12]} (transform {tokenizer.transform_name}); build the data "
-            "with the artifact's tokenizer"
+            f"{tokenizer.identity[:12]} (transform {tokenizer.transform_name}); run "
+            "'underpar data build TEXT --out NEW --recipe RUN/recipe.toml --tokenizer "
+            "RUN/tokenizer.model'"
         )

@@ -287,8 +287,9 @@ def _show_manifest(path: Path, manifest: dict[str, Any], json: bool) -> None:
         show_json(manifest)
         return
     from underpar.core.fields import Fields
+    from underpar.data.folder import build_again
 
-    fields = Fields(path / "manifest.json", manifest, "build the folder again")
+    fields = Fields(path / "manifest.json", manifest, build_again(path))
     counts = ("documents", "tokens", "bytes")
     rows = [
         (s, *map(m.count, counts), m.number("bytes_per_token"), m.count("changed"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -238,7 +239,10 @@ def _what_to_train(
 
     if resume is None:
         if recipe is None or data is None:
-            raise RecipeError("train needs a RECIPE and --data FOLDER, or --resume RUN")
+            raise RecipeError(
+                "train needs a recipe and data, as in 'underpar train demo --data data --out "
+                "runs/mine', or --resume RUN"
+            )
         resolved = load_checked(recipe, set_ or ())
         out = out or Path("runs") / f"{Path(recipe).stem}-{resolved.hash}"
         return resolved, data, RunFolder(out)
@@ -298,7 +302,9 @@ def pack(
     budget = stage.pack(
         folder, open_runtime(device).for_float64, cap, part, progress, inside, script_bytes
     )
-    told = results.budget(budget.as_dict(), str(folder.artifact_file), f"score {run}")
+    told = results.budget(
+        budget.as_dict(), str(folder.artifact_file), f"score {shlex.quote(str(run))}"
+    )
     results.show(json, budget.as_dict(), told)
 
 

@@ -5,6 +5,7 @@ Each function reads the figures that --json prints.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,11 +53,14 @@ def trained(f: Figures) -> Result:
         sentence = f"Trained {done}" if done else "Trained before: nothing was left to do"
         if bpb is not None:
             sentence += f": {bpb:.4f} bits per byte of held-out text, before quantization"
-        todo = f"pack {run}"
+        todo = f"pack {shlex.quote(run)}"
     elif f.get("stopped"):
         sentence, todo = f"Ended early after {done}: {f['stopped']}", ""
     else:
-        sentence, todo = f"Stopped after {done}; the run can continue", f"train --resume {run}"
+        sentence, todo = (
+            f"Stopped after {done}; the run can continue",
+            f"train --resume {shlex.quote(run)}",
+        )
     rows = [("run folder", run), ("recipe", f["recipe_hash"])]
     if has_steps:
         rows += [
@@ -88,7 +92,7 @@ def quantized(f: Figures, run: object, file: object) -> Result:
         ("time", seconds_text(f["seconds"])),
         ("file", str(file)),
     ]
-    return Result(sentence, rows, f"pack {run}")
+    return Result(sentence, rows, f"pack {shlex.quote(str(run))}")
 
 
 def budget(f: Figures, what: str, todo: str = "") -> Result:
@@ -130,7 +134,7 @@ def scored(f: Figures, run: object) -> Result:
     ]
     if f["stopped_at"] >= 0:
         rows.insert(1, ("learned until", f"step {f['stopped_at']:,}, when its time was spent"))
-    return Result(sentence, rows, f"audit {run}")
+    return Result(sentence, rows, f"audit {shlex.quote(str(run))}")
 
 
 def text_of(f: Figures) -> str:

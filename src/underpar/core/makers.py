@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -20,8 +22,7 @@ MAKERS = {
     "model.upar": "pack {folder}",
     "score.py": "pack {folder}",
     "budget.json": "pack {folder}",
-    "score-adapt.json": "score {folder} --adapt",
-    "score-*.json": "score {folder}",
+    "score-*.json": "score {folder}{options}",
     "audit.json": "audit {folder}",
 }
 
@@ -30,7 +31,19 @@ def maker_of(path: Path) -> str:
     """The command that writes a file, as in "underpar pack runs/mine"; empty if none is known."""
     commands = (words for name, words in MAKERS.items() if fnmatch(path.name, name))
     words = next(commands, "")
-    return words and f"underpar {words.format(folder=path.parent)}"
+    folder, options = shlex.quote(str(path.parent)), _score_options(path.stem)
+    return words and f"underpar {words.format(folder=folder, options=options)}"
+
+
+def _score_options(stem: str) -> str:
+    """The options with which `underpar score` writes a file of this name (`Method.label`)."""
+    known = {"plain": "", "adapt": " --adapt", "flat": " --flat", "published": " --order published"}
+    options = ""
+    for part in stem.removeprefix("score-").split("+"):
+        stride = re.fullmatch(r"sliding([0-9]+)", part)
+        other = f" --stride {stride[1]}" if stride else f" --with {shlex.quote(part)}"
+        options += known.get(part, other)
+    return options
 
 
 def again(path: Path) -> str:

@@ -18,6 +18,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from underpar.core.fields import reading
+from underpar.core.makers import again
 from underpar.core.run_folder import write_atomic
 from underpar.errors import RunError
 
@@ -41,7 +42,7 @@ def read_tensors(
 
     With `may_lack_checksum`, files of versions that stored none are read too.
     """
-    remedy = "make it again or restore it"
+    remedy = f"{again(path)} or restore it"
     with reading(path, remedy, SafetensorError):
         with safe_open(str(path), framework="pt") as file:
             metadata = file.metadata() or {}
@@ -54,14 +55,16 @@ def read_tensors(
         elif may_lack_checksum:
             about = json.loads(metadata[UNCHECKED])
         elif UNCHECKED in metadata:
-            raise RunError(f"{path} has no checksum: an older version wrote it; make it again")
+            raise RunError(f"{path} has no checksum: an older version wrote it; {remedy}")
         else:
-            raise RunError(f"{path} was not written by underpar: it has no description")
+            raise RunError(f"{path} was not written by underpar: it has no description; {remedy}")
         if not isinstance(about, dict):
             raise TypeError("its description is no JSON object")
         for name, tensor in tensors.items():
             if _is_exotic(tensor.dtype):
-                raise RunError(f"{path}: {name!r:.80} is {tensor.dtype}, which no stage writes")
+                raise RunError(
+                    f"{path}: {name!r:.80} is {tensor.dtype}, which no stage writes; {remedy}"
+                )
     return tensors, about
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,6 +85,19 @@ def _inode(folder: Path) -> int | None:
 
 
 def _load_data(folder: Path, verify: bool, refuse_shared: bool) -> DataFolder:
+    try:
+        return _open_data(folder, verify, refuse_shared)
+    except DataError as error:
+        raise DataError(f"{error}; {build_again(folder)}") from error
+
+
+def build_again(folder: Path) -> str:
+    """What helps if a data folder is damaged."""
+    overwrite = " --overwrite" if folder.exists() else ""
+    return f"run 'underpar data build TEXT --out {shlex.quote(str(folder))}{overwrite}'"
+
+
+def _open_data(folder: Path, verify: bool, refuse_shared: bool) -> DataFolder:
     manifest = read_manifest(folder)
     path = folder / TOKENIZER_NAME
     tokenizer = _open_tokenizer(path, manifest)
@@ -101,11 +115,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a data folder; another format is refused."""
     path, aside = folder / MANIFEST_NAME, folder_aside(folder)
     hint = f" (an interrupted build left the old one as {aside})" if aside.exists() else ""
-    missing = f"no finished data folder here{hint} ('underpar data build TEXT --out {folder}')"
-    manifest = read_json(path, missing)
+    manifest = read_json(path, f"no finished data folder here{hint}")
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         version = manifest.get("format") if isinstance(manifest, dict) else manifest
-        raise DataError(f"{path}: format is {version!r:.40}, expected {FORMAT}; build it again")
+        raise DataError(f"{path}: format is {version!r:.40}, expected {FORMAT}")
     return manifest
 
 
@@ -244,7 +257,7 @@ def _refuse_shared_documents(
         first = train.doc_hashes[both[0]].tobytes().hex()[:16] if both.size else "none"
         raise DataError(
             f"{folder}: {len(both)} training documents are also in validation (first SHA-256 "
-            f"{first}), {MANIFEST_NAME} says {allowed!r:.20}; build the folder again"
+            f"{first}), {MANIFEST_NAME} says {allowed!r:.20}"
         )
 
 

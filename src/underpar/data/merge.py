@@ -180,7 +180,9 @@ def _merge_inputs(folders: Sequence[Path], manifests: list[Manifest]) -> list[Ma
             raise DataError(f"{folder}: inputs are not those of a data folder: {error}") from error
         # For example two runs with different numbers of ranks: the text would be trained on twice.
         if owner is not None:
-            raise DataError(f"{folder} and {owner} share an input, build them again from one list")
+            raise DataError(
+                f"{folder} and {owner} share an input; give all inputs to one 'underpar data build'"
+            )
         owners.update(dict.fromkeys(keys, folder))
         inputs += rows
         begins = {split: begin + manifest[split]["documents"] for split, begin in begins.items()}

@@ -127,7 +127,9 @@ def make_order(
 ) -> Order:
     """The order of that name: sequences of `window_tokens`, or documents cut at `piece_tokens`."""
     if not shard.num_tokens:
-        raise DataError("the training shard is empty, build the data folder again")
+        raise DataError(
+            "the training shard is empty; run 'underpar data build TEXT --out DATA' on more text"
+        )
     if seed < 0:
         raise RecipeError(f"seed is {seed}, expected 0 or more")
     if name == "documents":

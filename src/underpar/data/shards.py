@@ -178,7 +178,7 @@ def _parse_header(path: Path, header: bytes) -> tuple[int, int, int, bytes]:
         raise DataError(f"{path}: not an underpar shard, it must start with {MAGIC!r}")
     _, version, width, num_tokens, num_documents, checksum = _HEADER.unpack(header)
     if version != VERSION:
-        raise DataError(f"{path}: shard version {version}, expected {VERSION}; build it again")
+        raise DataError(f"{path}: shard version {version}, expected {VERSION}")
     if width not in (2, 4):
         raise DataError(f"{path}: {width} bytes per token, expected 2 or 4")
     return width, num_tokens, num_documents, checksum
@@ -206,7 +206,7 @@ def _check_payload(path: Path, payload: npt.NDArray[np.uint8], checksum: bytes) 
     for chunk in _chunks(payload):
         digest.update(chunk.data)
     if digest.digest() != checksum:
-        raise DataError(f"{path}: checksum does not match, the file is damaged; build it again")
+        raise DataError(f"{path}: checksum does not match, the file is damaged")
 
 
 def _check_tokens(path: Path, shard: Shard, vocab_size: int) -> None:

@@ -35,7 +35,7 @@ def open_values(path: Path) -> npt.NDArray[np.uint16]:
             if num_file_bytes != expected:
                 raise DataError(
                     f"{path}: file has {num_file_bytes} bytes, its header promises {expected}; "
-                    "fetch it again"
+                    "fetch it again, as with 'underpar data fetch'"
                 )
             # A plain array over the map: slices of a memmap object are several times slower.
             raw = np.asarray(np.memmap(file, dtype=np.uint8, mode="r"))

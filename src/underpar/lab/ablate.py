@@ -252,7 +252,9 @@ def read_bpb(folder: RunFolder, num_tokens: int) -> float | None:
     key = "live_bpb" if tree.values.get("average_bpb") is None else "average_bpb"
     bpb, finished = tree.number(key), tree.count("tokens") >= num_tokens
     if finished and not math.isfinite(bpb):
-        raise RunError(f"{path} says {bpb} bits per byte; remove its folder and train again")
+        raise RunError(
+            f"{path} says {bpb} bits per byte; remove its folder and run the same command again"
+        )
     return bpb if finished else None
 
 

@@ -20,6 +20,7 @@ from underpar.audit.acceptance import (
     nats_to_bpb,
     plan,
 )
+from underpar.core.makers import again
 from underpar.core.run_folder import RunFolder
 from underpar.core.stats import GainTest, paired, welch
 from underpar.errors import BenchError
@@ -66,7 +67,7 @@ def read_result(text: str, method: str) -> Result:
     known = {key: score.text(key) for key in words}
     num_bytes, num_targets = score.count("bytes"), score.count("targets")
     if not num_targets:
-        raise BenchError(f"{text} prices no text; score again")
+        raise BenchError(f"{text} prices no text; {again(score.file)}")
     return Result(
         text,
         score.finite("bpb"),

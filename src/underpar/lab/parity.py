@@ -125,7 +125,7 @@ def mean_last_loss(folder: RunFolder, num_steps: int) -> float:
     if sorted(losses) != list(range(first + 1, num_steps + 1)):
         raise RunError(
             f"{folder.metrics_file} lacks some of the steps {first + 1} to {num_steps}; remove "
-            "its folder and train again"
+            "its folder and run the same command again"
         )
     return fmean(losses.values())
 

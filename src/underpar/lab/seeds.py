@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 
 from underpar.core.fields import Fields
+from underpar.core.makers import again
 from underpar.core.run_folder import RunFolder, write_atomic
 from underpar.errors import RunError
 from underpar.recipe import Recipe
@@ -101,7 +102,7 @@ def read_result(folder: RunFolder) -> Result:
 def refuse_others(folder: RunFolder, run: RunReport, data_identity: str) -> None:
     """Refuse result files of another artifact than the folder's, and scores of other data."""
     for name in run.stale_files():
-        raise RunError(f"{folder.path / name} is of another artifact; run its stage again")
+        raise RunError(f"{folder.path / name} is of another artifact; {again(folder.path / name)}")
     for method, result in run.scores.items():
         if result.data_identity != data_identity:
             raise RunError(f"{folder.score_file(method)} is of other text; score on the run's data")

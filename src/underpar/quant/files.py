@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from underpar.core.fields import Fields, reading
+from underpar.core.makers import again
 from underpar.core.tensor_files import read_tensors, save_tensors
 from underpar.errors import RecipeError
 from underpar.quant.calibration import Calibration
@@ -58,7 +59,7 @@ def read_measured(path: Path, device: torch.device) -> Measured:
     """What `save_measured` wrote, with its tensors on `device`."""
     tensors, about = read_tensors(path)
     tensors = {name: t.to(device) for name, t in tensors.items()}
-    remedy = "run 'underpar calibrate' again"
+    remedy = again(path)
     with reading(path, remedy):
         numbers = Fields(path, about, remedy).table("numbers")
         del about["numbers"]
@@ -101,7 +102,7 @@ def read_quantized(path: Path) -> tuple[QuantizedModel, dict[str, Any]]:
     """What `save_quantized` wrote."""
     tensors, about = read_tensors(path)
     model: QuantizedModel = {}
-    with reading(path, "run 'underpar quantize' again", RecipeError):
+    with reading(path, again(path), RecipeError):
         arrays = {key: t.numpy() for key, t in tensors.items()}
         for name, row in json.loads(str(about.pop("table"))).items():
             correction = None

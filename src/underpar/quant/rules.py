@@ -86,7 +86,7 @@ def round_model(
             name, scheme = next(iter(calibrated.items()))
             raise RecipeError(
                 f"quant.rules: {scheme} for {name!r} needs a calibration and none was given; "
-                "calibrate first, or use intB:k, as in int6:12.85"
+                "run 'underpar calibrate RUN' first, or use intB:k, as in int6:12.85"
             )
         solved = solve({name: weights[name] for name in calibrated}, calibrated)
     return {

@@ -23,6 +23,7 @@ from torch import Tensor
 from underpar import __version__
 from underpar.core.dist import from_main, gather_objects
 from underpar.core.fields import Fields, reading
+from underpar.core.makers import maker_of
 from underpar.core.run_folder import rename_to_stay
 from underpar.core.runtime import Clock, Runtime
 from underpar.core.tensor_files import read_tensors, save_tensors
@@ -155,12 +156,13 @@ class Partial:
             saved = Fields(self._file, about).table("saved")
             saved.count("step")
             saved.numbers("seconds")
-            with reading(self._file, "score again"):
+            with reading(self._file, "start over"):
                 state = _lower(saved.table("state").values, tensors)
         except RunError as error:
             why = error.__cause__ or error
             raise RunError(
-                f"{self._file} is damaged ({why}); remove it, or give --fresh to start over"
+                f"{self._file} is damaged ({why}); start over with --fresh, as in "
+                f"'{maker_of(self.path.with_suffix('.json'))} --fresh'"
             ) from error
         return {**saved.values, "state": state}
 

@@ -31,6 +31,7 @@ from underpar.build.scoring import ScoringRequest, method_of, mixture_of, run_me
 from underpar.codec.stream import Codec
 from underpar.core.fields import Fields
 from underpar.core.locks import lock_folder
+from underpar.core.makers import again
 from underpar.core.progress import SILENT, Progress
 from underpar.core.run_folder import RunFolder, write_json
 from underpar.core.runtime import Runtime
@@ -130,9 +131,14 @@ def _audit_run(
         findings = run_audit(case, on_rule)
     read = case.artifact_sha256 == judged[folder.artifact_file.name]
     if not read or hash_files(folder) != judged:
-        raise RunError(f"files in {folder.path} changed during the audit; audit again")
+        raise RunError(
+            f"files in {folder.path} changed during the audit; {again(folder.audit_file)}"
+        )
     if changed := changed_data_files(case.data_path, case.data):
-        raise RunError(f"{', '.join(changed)} in {case.data_path} changed during the audit")
+        raise RunError(
+            f"{', '.join(changed)} in {case.data_path} changed during the audit; "
+            f"{again(folder.audit_file)}"
+        )
     verdict = overall(findings, request.profile)
     audited = Audited(verdict, findings, data_sha256(case.data))
     about = {
@@ -235,7 +241,7 @@ def repeater(artifact: Artifact, runtime: Runtime) -> Callable[[Score, Shard], S
         method, recipe = method_of(score, artifact.recipe)
         products = PRODUCTS.get(str(score.how.get("products")))
         if products is None:
-            raise RunError(f"the score {score.method} does not say its precision; score again")
+            raise RunError(f"the score {score.method} does not say its precision")
         request = ScoringRequest(
             method, replace(runtime, precision=products), now=_clock_that_stops(score)
         )

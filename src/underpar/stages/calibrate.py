@@ -15,6 +15,7 @@ from underpar.build.model import build_model, weight_shapes
 from underpar.core.dist import ask_main, process_group
 from underpar.core.fields import Fields
 from underpar.core.locks import lock_on_main
+from underpar.core.makers import again
 from underpar.core.run_folder import RunFolder
 from underpar.core.runtime import Runtime
 from underpar.core.tensor_files import read_tensors, require_shapes
@@ -50,8 +51,8 @@ def read_trained(folder: RunFolder) -> Trained:
     # A run is expensive: weights of versions that stored no checksum are used as they are.
     tensors, about = read_tensors(path, may_lack_checksum=True)
     if about.get("recipe_hash") != recipe.hash:
-        raise RunError(f"{path} was trained with another recipe; train again")
-    require_shapes(path, tensors, weight_shapes(recipe), "train again")
+        raise RunError(f"{path} was trained with another recipe; {again(path)}")
+    require_shapes(path, tensors, weight_shapes(recipe), again(path))
     weights = {name: t.float().numpy() for name, t in sorted(tensors.items())}
     return Trained(recipe, weights, hash_file(path), Fields(path, about).count("step"))
 

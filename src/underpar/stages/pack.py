@@ -38,6 +38,7 @@ from underpar.build.model import weight_shapes
 from underpar.core.dist import ALONE
 from underpar.core.fields import Fields
 from underpar.core.locks import lock_folder
+from underpar.core.makers import again
 from underpar.core.progress import SILENT, Progress
 from underpar.core.run_folder import RunFolder, write_atomic, write_json
 from underpar.core.runtime import Runtime
@@ -185,7 +186,7 @@ def read_tokenizer(folder: RunFolder, recipe: Recipe) -> bytes:
 
 
 def _read_calibration(folder: RunFolder, trained: Trained, runtime: Runtime) -> Measured:
-    path, remedy = folder.calibration_file, f"run 'underpar calibrate {folder.path}' again"
+    path, remedy = folder.calibration_file, again(folder.calibration_file)
     measured = read_measured(folder.need(path), runtime.device)
     if measured.about.get("weights_sha256") != trained.sha256:
         raise RunError(f"{path} belongs to other weights; {remedy}")

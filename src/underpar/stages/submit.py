@@ -8,6 +8,7 @@ version of the code.
 from __future__ import annotations
 
 import hashlib
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -20,7 +21,7 @@ from underpar import __version__
 from underpar.artifact.unpack import LazyArtifact
 from underpar.audit.case import DEFAULT_LIMITS
 from underpar.audit.finding import FAIL, VERDICTS
-from underpar.core.makers import maker_of
+from underpar.core.makers import again, maker_of
 from underpar.core.run_folder import RunFolder, run_at, write_json
 from underpar.core.tensor_files import read_about
 from underpar.data.new_folder import new_folder
@@ -153,7 +154,7 @@ def _read_run(folder: RunFolder) -> SeedRun:
         raise RunError(f"{path} does not exist; run '{maker_of(path)}' first")
     tree = folder.read_json(path)
     if tree["artifact_sha256"] != hashlib.sha256(artifact).hexdigest():
-        raise RunError(f"{path} is the score of another artifact; score and audit again")
+        raise RunError(f"{path} is the score of another artifact; {again(path)}")
     counted = quantized.get("script_bytes")
     return SeedRun(
         folder=folder,
@@ -180,8 +181,8 @@ def _require_as_trained(
         changed = "--tokenizer-apart"
     if changed:
         raise RunError(
-            f"{folder.path} was packed with {changed}, which its recipe does not say; pack it "
-            "again with --for-submission alone"
+            f"{folder.path} was packed with {changed}, which its recipe does not say; run "
+            f"'underpar pack {shlex.quote(str(folder.path))} --for-submission' without it"
         )
 
 
@@ -196,8 +197,7 @@ def _read_audit(folder: RunFolder) -> AuditResult:
     if audit.verdict not in VERDICTS:
         changed = f" ({', '.join(audit.changed[:3])} changed)" if audit.changed else ""
         raise RunError(
-            f"{folder.audit_file} is {audit.verdict}{changed}; run 'underpar audit {folder.path}' "
-            "again"
+            f"{folder.audit_file} is {audit.verdict}{changed}; {again(folder.audit_file)}"
         )
     return audit
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -413,7 +414,8 @@ def data_of(run: RunFolder) -> Path:
     if not Path(data).is_dir():
         raise RunError(
             f"{run.path}: its data folder {data} is not here; give --data FOLDER, or continue "
-            f"training with 'underpar train {run.recipe_file} --data FOLDER --out {run.path}'"
+            f"training with 'underpar train {quote(str(run.recipe_file))} --data FOLDER --out "
+            f"{quote(str(run.path))}'"
         )
     return Path(data)
 

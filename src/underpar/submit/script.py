@@ -8,6 +8,7 @@ from dataclasses import replace
 from underpar.artifact.budget import read_budget
 from underpar.build.scoring import method_of
 from underpar.core.fields import reading
+from underpar.core.makers import again
 from underpar.core.run_folder import RunFolder, write_atomic, write_json
 from underpar.recipe import Recipe
 from underpar.score.ledger import Score, score_from_dict
@@ -31,7 +32,7 @@ def write_script(folder: RunFolder, recipe: Recipe, artifact_sha256: str) -> Non
     for path in folder.score_files():
         tree = folder.read_json(path)
         if tree.get("artifact_sha256") == artifact_sha256:
-            with reading(path, "score again"):
+            with reading(path, again(path)):
                 scores.append(score_from_dict(tree))
     script = bundle(counted_recipe(recipe, scores))
     write_atomic(folder.script_file, script)

@@ -79,7 +79,7 @@ def split_files(folder: Path, split: str) -> list[Path]:
     for index in range(max(1, len(files))):
         expected = folder / f"fineweb_{split}_{index:06d}.bin"
         if expected not in files:
-            raise DataError(f"{expected} is missing; fetch it")
+            raise DataError(f"{expected} is missing; run 'underpar data fetch NAME --out {folder}'")
     return files
 
 
