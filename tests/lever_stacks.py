@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,11 @@ def _with_levers(levers: dict[str, Any]) -> Recipe:
 
 def groups_of(cases: Sequence[str]) -> list[tuple[str, ...]]:
     """All cases in as few stacks as can be built; two that take one place go to two stacks."""
+    return _groups_of(tuple(cases))
+
+
+@cache
+def _groups_of(cases: tuple[str, ...]) -> list[tuple[str, ...]]:
     groups: list[tuple[str, ...]] = []
     for case in cases:
         fitting = [i for i, group in enumerate(groups) if _builds(*group, case)]

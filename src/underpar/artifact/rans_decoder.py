@@ -93,12 +93,13 @@ class Decoder:
 
     def _refill(self, state: np.ndarray, bounds: np.ndarray) -> None:
         """Give every coder a word whose state is below its range."""
-        low = np.flatnonzero(state < INITIAL_STATE)
+        # Methods instead of functions of numpy, whose wrappers take as long as these small arrays.
+        (low,) = (state < INITIAL_STATE).nonzero()
         cuts = low.searchsorted(bounds)
-        counts = np.diff(cuts)
-        index = np.arange(low.size) + np.repeat(self._at - cuts[:-1], counts)
+        counts = cuts[1:] - cuts[:-1]
+        index = np.arange(low.size) + (self._at - cuts[:-1]).repeat(counts)
         self._at += counts
-        if np.any(self._at > self._ends):
+        if (self._at > self._ends).any():
             raise ArtifactError("weight stream ends before its last symbol")
         state[low] = state[low] << WORD_BITS | self._words[index]
 

@@ -33,7 +33,7 @@ class Encoder:
         state, owner = self._states[block.coders], self._owner_of[block.coders]
         for place in block.values[::-1]:
             freq = self._freqs.take(place)
-            full = np.flatnonzero(state >> _FULL_SHIFT >= freq)
+            (full,) = (state >> _FULL_SHIFT >= freq).nonzero()
             self._words.append(state[full].astype("<u2"))
             self._owners.append(owner[full])
             state[full] >>= WORD_BITS

@@ -22,7 +22,7 @@ import json
 import lzma
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -66,11 +66,15 @@ def bundle(
         name = module.replace(".", "/") + ("/__init__.py" if path.stem == "__init__" else ".py")
         sources[name] = strip(path.read_text())
     sources |= files or {}
-    raw = json.dumps(sources, separators=(",", ":")).encode()
-    packed = lzma.compress(raw, lzma.FORMAT_RAW, filters=FILTERS)
-    payload = as_literal(packed)
+    payload = as_literal(_compress(json.dumps(sources, separators=(",", ":")).encode()))
     filters = repr(FILTERS).replace(" ", "")
     return BOOTSTRAP.format(payload=payload, entry=entry, filters=filters).encode("latin-1")
+
+
+@lru_cache(maxsize=8)
+def _compress(raw: bytes) -> bytes:
+    """The payload. A run asks for it when it forecasts its size, packs and writes its script."""
+    return lzma.compress(raw, lzma.FORMAT_RAW, filters=FILTERS)
 
 
 def modules_of(recipe: Recipe, entry: str = ENTRY, also: Sequence[str] = ()) -> set[str]:
