@@ -209,7 +209,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, visit: Visit, stream: Stream) -> Tensor:
         """x (N, dim), already normed -> (N, dim)."""
-        q, k, v = self.q(x), self.k(x), self.v(x)
+        q, k, v = self.project(x)
         for adjust in self.hooks.adjust:
             q, k, v = (adjust(site, visit, y, x) for site, y in (("q", q), ("k", k), ("v", v)))
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))
@@ -228,6 +228,10 @@ class Attention(nn.Module):
         for adjust in self.hooks.adjust:
             out = adjust("o", visit, out, x)
         return out
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (N, dim), keys and values (N, kv_dim) of x (N, dim), before norms."""
+        return self.q(x), self.k(x), self.v(x)
 
 
 class MLP(nn.Module):
