@@ -5,43 +5,24 @@ import os
 import subprocess
 import sys
 import types
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from exact_networks import CONTEXT, made_up
 from lever_stacks import CPU, MODEL, batch_of, groups_of, randomized, stack_with
-from underpar.build.model import build_model
 from underpar.core.runtime import threads
 from underpar.errors import ExactError
-from underpar.infer.exact_mode import ExactMode, ExactPowers
+from underpar.infer.exact_mode import ExactMode
 from underpar.infer.exact_predictor import TOTAL, ExactPredictor
 from underpar.infer.predictor import Predictor
-from underpar.model.gpt import GPT
 from underpar.seams import BOS_ID
 
 GROUPS = groups_of(MODEL)
-CONTEXT = 32
 # Documents shorter and longer than the context.
 LENGTHS = [9, 1, 40, 17]
-
-
-def made_up(*cases: str) -> GPT:
-    """A network with these levers and weights of numpy's, which no instruction set changes."""
-    torch.manual_seed(0)
-    with ExactPowers():
-        recipe = stack_with(*cases)
-        recipe = replace(recipe, model=replace(recipe.model, context=CONTEXT))
-        model = build_model(recipe).eval()
-    rng = np.random.default_rng(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.as_tensor(0.1 * rng.standard_normal(parameter.shape))
-            # Scales of blocks and gains of levers stay near where they start.
-            parameter.copy_(noise if parameter.ndim > 1 and "levers" not in name else 1.0 + noise)
-    return model
 
 
 def targets_of(predictor: ExactPredictor, lengths: list[int]) -> tuple[np.ndarray, np.ndarray]:

@@ -217,6 +217,13 @@ class ExactLanes:
             self._last[name].copy_(x)
             return last
 
+    def keep(self, num: int) -> None:
+        """Keep the first lanes only."""
+        self.positions, self._lanes = self.positions[:num].clone(), self._lanes[:num]
+        for slot, (integers, steps) in self._slots.items():
+            self._slots[slot] = integers[:, :num].clone(), steps[:, :num].clone()
+        self._last = {name: last[:num].clone() for name, last in self._last.items()}
+
     def advance(self, begins: Tensor) -> None:
         """Move every lane on by one token; where `begins` (L,) is true a document begins."""
         begins = begins | (self.positions + 1 == self.context)
