@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import os
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +15,9 @@ from hypothesis import strategies as st
 from tiny import TinyRun
 from trained import TRANSFORM_NAMES, any_bytes, lossless
 from underpar.codec import stream
+from underpar.codec.frame import ADAPTED, EXACT, PLAIN, STORED, Frame, Header, read_frame
 from underpar.codec.lanes import decode_documents, encode_documents
-from underpar.codec.stream import CODED, STORED, Codec, code_documents, read_header
+from underpar.codec.stream import Codec, code_documents
 from underpar.core.runtime import Runtime
 from underpar.data.folder import load_data
 from underpar.data.tokens.tokenizer import SentencePieceTokenizer
@@ -34,6 +36,13 @@ def codec(tiny_run: TinyRun, runtime: Runtime) -> Codec:
 @pytest.fixture(scope="module")
 def compressed(codec: Codec) -> bytes:
     return codec.compress(TEXT.encode())
+
+
+def restated(compressed: bytes, **changes: Any) -> bytes:
+    """The file with another header, and right checksums."""
+    parts = read_frame(compressed)
+    header = dataclasses.replace(parts.header, **changes)
+    return dataclasses.replace(parts, header=header).to_bytes()
 
 
 def non_english(num_bytes: int) -> bytes:
@@ -78,12 +87,12 @@ def test_1_mb_of_non_english_text(codec: Codec) -> None:
 
 
 def test_text_shrinks_and_noise_is_stored(codec: Codec, compressed: bytes) -> None:
-    header, payload = read_header(compressed)
-    assert header.method == CODED
-    assert len(payload) < 0.6 * len(TEXT)
+    parts = read_frame(compressed)
+    assert parts.header.mode == PLAIN
+    assert len(parts.payload) < 0.6 * len(TEXT)
     noise = os.urandom(500)
-    header, payload = read_header(codec.compress(noise))
-    assert (header.method, payload) == (STORED, noise)
+    parts = read_frame(codec.compress(noise))
+    assert (parts.header.mode, parts.payload) == (STORED, noise)
 
 
 @pytest.mark.parametrize("num_lanes", [1, 2, 3, 7])
@@ -113,6 +122,26 @@ def test_a_flipped_bit_is_refused(codec: Codec, compressed: bytes, place: int) -
         codec.decompress(bytes(damaged))
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    mode=st.sampled_from([PLAIN, ADAPTED, EXACT]),
+    parts=st.tuples(*[st.binary(max_size=40)] * 3),
+    texts=st.tuples(*[st.text("abc: 0", max_size=255)] * 2),
+    verified=st.booleans(),
+)
+def test_a_frame_comes_back(
+    mode: int, parts: tuple[bytes, bytes, bytes], texts: tuple[str, str], verified: bool
+) -> None:
+    payload, index, separator = parts
+    header = Header(mode, bytes(8), 3, 1, 7, bytes(8), *texts, separator)
+    written = Frame(header, payload, index, verified)
+    raw = written.to_bytes()
+    assert read_frame(raw) == written
+    for other in (raw + b"\0", raw + raw, raw[:-1], raw[1:]):
+        with pytest.raises(CodecError):
+            read_frame(other)
+
+
 @pytest.mark.parametrize("keep", [0, 10, 40, -3])
 def test_a_cut_file_is_refused(codec: Codec, compressed: bytes, keep: int) -> None:
     with pytest.raises(CodecError):
@@ -120,9 +149,10 @@ def test_a_cut_file_is_refused(codec: Codec, compressed: bytes, keep: int) -> No
 
 
 def test_a_damaged_stored_file_is_refused(codec: Codec) -> None:
-    stored = codec.compress(os.urandom(100))
+    parts = read_frame(codec.compress(os.urandom(100)))
+    other = dataclasses.replace(parts, payload=parts.payload[:-1] + bytes([parts.payload[-1] ^ 1]))
     with pytest.raises(CodecError, match="differs from the original"):
-        codec.decompress(stored[:-1] + bytes([stored[-1] ^ 1]))
+        codec.decompress(other.to_bytes())
 
 
 def test_a_foreign_file_is_refused(codec: Codec) -> None:
@@ -147,7 +177,7 @@ def test_another_machine_is_refused_but_may_try(
 
 def test_other_floats_are_another_machine(codec: Codec, compressed: bytes) -> None:
     here = stream.fingerprint(codec.predictor)
-    assert here == stream.fingerprint(codec.predictor) == read_header(compressed)[0].machine
+    assert here == stream.fingerprint(codec.predictor) == read_frame(compressed).header.machine
     assert re.search(r" threads 1 step [0-9a-f]{8}$", here)
     # A weight stands for a sum that another processor rounds otherwise.
     embedding = codec.predictor.model.embedding.weight
@@ -164,10 +194,11 @@ def test_other_floats_are_another_machine(codec: Codec, compressed: bytes) -> No
 
 
 def test_a_file_of_an_earlier_version_is_refused(codec: Codec, compressed: bytes) -> None:
-    header, payload = read_header(compressed)
-    old = dataclasses.replace(header, machine=header.machine.partition(" threads")[0])
+    machine = read_frame(compressed).header.machine.partition(" threads")[0]
     with pytest.raises(CodecError, match="--any-machine"):
-        codec.decompress(old.to_bytes() + payload)
+        codec.decompress(restated(compressed, machine=machine))
+    with pytest.raises(CodecError, match="earlier version"):
+        codec.decompress(b"UPZ1" + compressed[4:])
 
 
 def test_an_encoder_that_cannot_decode_does_not_report_success(
@@ -179,17 +210,16 @@ def test_an_encoder_that_cannot_decode_does_not_report_success(
 
 
 def test_a_header_that_claims_too_little_text_is_refused(codec: Codec, compressed: bytes) -> None:
-    header, payload = read_header(compressed)
-    short = dataclasses.replace(header, num_bytes=3)
     with pytest.raises(CodecError, match="more text than its header"):
-        codec.decompress(short.to_bytes() + payload)
+        codec.decompress(restated(compressed, num_bytes=3))
 
 
 def test_a_header_that_claims_many_documents_is_refused(codec: Codec, compressed: bytes) -> None:
-    header, payload = read_header(compressed)
-    for lie in ({"num_documents": 2**32 - 1, "num_bytes": 2**40}, {"num_lanes": 60_000}):
+    lies: list[dict[str, Any]] = [{"num_bytes": 2**40}, {"num_lanes": 60_000}, {"mode": 9}]
+    lies += [{"num_documents": 2**20, "num_bytes": 2**20, "separator": b"ab"}, {"mode": STORED}]
+    for lie in lies:
         with pytest.raises(CodecError, match="makes no sense"):
-            codec.decompress(dataclasses.replace(header, **lie).to_bytes() + payload)
+            codec.decompress(restated(compressed, **lie))
 
 
 def test_probabilities_of_a_step_are_whole(codec: Codec) -> None:
@@ -253,7 +283,7 @@ def test_a_text_may_have_more_tokens_than_bytes(name: str) -> None:
     text = "A B C D E F G H " * 20
     codec = transformed(name, text)
     compressed = codec.compress(text.encode())
-    assert read_header(compressed)[0].method == CODED
+    assert read_frame(compressed).header.mode == PLAIN
     assert codec.decompress(compressed) == text.encode()
 
 
@@ -265,14 +295,14 @@ def test_lanes_may_end_between_an_operator_and_its_word(
     text = "The NASA \u00c9 iPhone Of McDonald's " * 8
     codec = transformed(name, text)
     compressed = codec.compress(text.encode())
-    header, _ = read_header(compressed)
-    assert (header.method, header.num_documents) == (CODED, 64)
+    header = read_frame(compressed).header
+    assert (header.mode, header.num_documents) == (PLAIN, 64)
     assert codec.decompress(compressed) == text.encode()
 
 
 def test_a_payload_of_impossible_operators_is_refused() -> None:
     codec = transformed("caseops", "A " * 300)
-    header, _ = read_header(codec.compress(b"A " * 300))
+    header = read_frame(codec.compress(b"A " * 300)).header
     payload = encode_documents(codec.predictor, [np.array([4, 4, 4])], 1)
     with pytest.raises(CodecError, match="the file is damaged: case operator"):
-        codec.decompress(header.to_bytes() + payload)
+        codec.decompress(Frame(header, payload).to_bytes())

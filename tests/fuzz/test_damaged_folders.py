@@ -11,7 +11,6 @@ import shutil
 import signal
 import struct
 import tracemalloc
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,6 +26,7 @@ from tiny import TinyRun
 from underpar.audit.case import hash_files
 from underpar.audit.rules import run_audit
 from underpar.build.artifact import read_artifact
+from underpar.codec.frame import read_frame
 from underpar.core.run_folder import RunFolder
 from underpar.core.runtime import Clock, Runtime
 from underpar.core.tensor_files import read_tensors, save_tensors
@@ -121,16 +121,16 @@ def edit_shard(data: bytes, rng: random.Random) -> bytes:
 
 
 def edit_stream(data: bytes, rng: random.Random) -> bytes:
-    """A compressed file with a changed field or payload, and a right checksum of its header."""
-    end = 36 + data[35]
-    head, payload = bytearray(data[:end]), data[end + 4 :]
+    """A compressed file with a changed field or payload, and right checksums."""
+    parts = read_frame(data)
     if rng.random() < 0.5:
-        place, form = rng.choice([(4, "<B"), (13, "<H"), (15, "<I"), (19, "<Q"), (27, "<Q")])
-        most = 2 ** (8 * struct.calcsize(form)) - 1
-        struct.pack_into(form, head, place, min(most, rng.choice([0, 1, 2, 64, 65, 2**20, most])))
-    else:
-        payload = damage(payload, rng)
-    return bytes(head) + struct.pack("<I", zlib.crc32(head)) + payload
+        name, bits = rng.choice(
+            [("mode", 8), ("num_lanes", 16), ("num_documents", 32), ("num_bytes", 64)]
+        )
+        most = 2**bits - 1
+        value = min(most, rng.choice([0, 1, 2, 64, 65, 2**20, most]))
+        return replace(parts, header=replace(parts.header, **{name: value})).to_bytes()
+    return replace(parts, payload=damage(parts.payload, rng)).to_bytes()
 
 
 @contextmanager

@@ -102,12 +102,11 @@ def probabilities(log_probs: torch.Tensor) -> np.ndarray:
     return normalized
 
 
-def encode_documents(
-    predictor: Predictor,
-    documents: Sequence[np.ndarray],
-    num_lanes: int,
-    on_tokens: OnTokens | None = None,
-) -> bytes:
+# drive(code): run every document, each token by `code`.
+Drive = Callable[[Code], None]
+
+
+def encode_by(drive: Drive, documents: Sequence[np.ndarray]) -> bytes:
     """Range-coded tokens of the documents (without their BOS), each with a BOS as its end."""
     coder = range_coder.Encoder()
     queues = [iter([*doc.tolist(), BOS_ID]) for doc in documents]
@@ -117,18 +116,12 @@ def encode_documents(
         coder.encode(*range_coder.interval(freqs, token))
         return token
 
-    drive(predictor, len(documents), num_lanes, code, on_tokens)
+    drive(code)
     return coder.finish()
 
 
-def decode_documents(
-    predictor: Predictor,
-    payload: bytes,
-    num_documents: int,
-    num_lanes: int,
-    max_tokens: int,
-) -> list[list[int]]:
-    """What `encode_documents` was given; a stream that runs past `max_tokens` is refused."""
+def decode_by(drive: Drive, payload: bytes, num_documents: int, max_tokens: int) -> list[list[int]]:
+    """What `encode_by` was given; a stream that runs past `max_tokens` is refused."""
     coder = range_coder.Decoder(payload)
     documents: list[list[int]] = [[] for _ in range(num_documents)]
     left = max_tokens + num_documents
@@ -144,6 +137,34 @@ def decode_documents(
             documents[document].append(token)
         return token
 
-    drive(predictor, num_documents, num_lanes, code)
+    drive(code)
     coder.finish()
     return documents
+
+
+def encode_documents(
+    predictor: Predictor,
+    documents: Sequence[np.ndarray],
+    num_lanes: int,
+    on_tokens: OnTokens | None = None,
+) -> bytes:
+    """`encode_by` with a predictor that does not learn."""
+    num = len(documents)
+    return encode_by(lambda code: drive(predictor, num, num_lanes, code, on_tokens), documents)
+
+
+def decode_documents(
+    predictor: Predictor,
+    payload: bytes,
+    num_documents: int,
+    num_lanes: int,
+    max_tokens: int,
+    on_tokens: OnTokens | None = None,
+) -> list[list[int]]:
+    """What `encode_documents` was given; a stream that runs past `max_tokens` is refused."""
+    return decode_by(
+        lambda code: drive(predictor, num_documents, num_lanes, code, on_tokens),
+        payload,
+        num_documents,
+        max_tokens,
+    )

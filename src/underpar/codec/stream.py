@@ -1,8 +1,4 @@
-"""The compressed file: a checked header, then the payload. Any bytes go in and come back.
-
-Layout, little-endian: magic "UPZ1", u8 method (0 stored, 1 coded), 8 bytes of the artifact's
-SHA-256, u16 lanes, u32 documents, u64 raw length, 8 bytes of the raw data's SHA-256, u8 and text of
-the machine's fingerprint, u32 CRC-32 of the header, then the payload.
+"""A compressor made of an artifact. Any bytes go in and come back.
 
 Text that does not shrink is stored. Float probabilities are equal only on equal software, so the
 file names the machine that wrote it. Another machine is refused unless the caller wants to try.
@@ -11,21 +7,16 @@ file names the machine that wrote it. Another machine is refused unless the call
 from __future__ import annotations
 
 import hashlib
-import struct
-import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
+from underpar.codec.frame import MODE_NAMES, PLAIN, STORED, Frame, Header, is_plausible, read_frame
 from underpar.codec.lanes import OnTokens, decode_documents, encode_documents, hash_step
 from underpar.data.tokens.tokenizer import Tokenizer
-from underpar.errors import CodecError, DataError
+from underpar.errors import CodecError, DataError, one_line
 from underpar.infer.predictor import Predictor
-
-MAGIC = b"UPZ1"
-STORED, CODED = 0, 1
-FIXED = struct.Struct("<4sB8sHIQ8sB")
 
 # One lane per this many tokens. More lanes are faster, but each begins without context.
 TOKENS_PER_LANE = 2048
@@ -46,52 +37,6 @@ def fingerprint(predictor: Predictor) -> str:
 
 
 @dataclass(frozen=True)
-class Header:
-    """The facts that a decoder needs before the first token."""
-
-    method: int
-    artifact: bytes
-    num_lanes: int
-    num_documents: int
-    num_bytes: int
-    checksum: bytes
-    machine: str
-
-    def to_bytes(self) -> bytes:
-        """The header with its CRC."""
-        machine = self.machine.encode("ascii")
-        fixed = FIXED.pack(
-            MAGIC,
-            self.method,
-            self.artifact,
-            self.num_lanes,
-            self.num_documents,
-            self.num_bytes,
-            self.checksum,
-            len(machine),
-        )
-        return fixed + machine + struct.pack("<I", zlib.crc32(fixed + machine))
-
-
-def read_header(data: bytes) -> tuple[Header, bytes]:
-    """Header and payload; other or damaged files are refused."""
-    if len(data) < FIXED.size + 4 or data[:4] != MAGIC:
-        raise CodecError("not a file of 'underpar compress' (wrong magic)")
-    _, method, artifact, lanes, documents, num_bytes, checksum, length = FIXED.unpack_from(data)
-    end = FIXED.size + length
-    if len(data) < end + 4 or struct.unpack_from("<I", data, end)[0] != zlib.crc32(data[:end]):
-        raise CodecError("compressed file's header is damaged or cut short")
-    machine = data[FIXED.size : end].decode("ascii", "replace")
-    header = Header(method, artifact, lanes, documents, num_bytes, checksum, machine)
-    payload = data[end + 4 :]
-    # One document per lane, none of them empty.
-    plausible = 1 <= documents <= lanes <= MAX_LANES and documents <= num_bytes
-    if method not in (STORED, CODED) or (method == CODED and not plausible):
-        raise CodecError("compressed file's header makes no sense: damaged")
-    return header, payload
-
-
-@dataclass(frozen=True)
 class Codec:
     """A compressor made of an artifact. `identity` is the SHA-256 of its file, in hex."""
 
@@ -107,9 +52,8 @@ class Codec:
         coded = b""
         if documents:
             coded = encode_documents(self.predictor, documents, num_lanes, on_tokens)
-        stored = not documents or len(coded) >= len(data)
         header = Header(
-            STORED if stored else CODED,
+            PLAIN,
             bytes.fromhex(self.identity)[:8],
             num_lanes,
             len(documents),
@@ -117,16 +61,21 @@ class Codec:
             hashlib.sha256(data).digest()[:8],
             fingerprint(self.predictor),
         )
-        out = header.to_bytes() + (data if stored else coded)
+        if len(coded) >= len(data) or not is_plausible(header, len(coded)):
+            header, coded = replace(header, mode=STORED), data
+        out = Frame(header, coded).to_bytes()
         if self.decompress(out) != data:
             raise CodecError("the decoder did not give the input back; nothing was written")
         return out
 
     def decompress(self, data: bytes, any_machine: bool = False) -> bytes:
         """The original bytes; with `any_machine` even if floats may differ on this machine."""
-        header, payload = read_header(data)
-        if header.method == STORED:
+        frame = read_frame(data)
+        header, payload = frame.header, frame.payload
+        if header.mode == STORED:
             return self._checked(header, payload)
+        if header.mode != PLAIN:
+            raise CodecError(f"compressed file of mode {MODE_NAMES[header.mode]}: not known here")
         if header.artifact != bytes.fromhex(self.identity)[:8]:
             raise CodecError(
                 f"this file was compressed with artifact {header.artifact.hex()}..., "
@@ -135,8 +84,9 @@ class Codec:
         here = fingerprint(self.predictor)
         if header.machine != here and not any_machine:
             raise CodecError(
-                f"this file was compressed on '{header.machine}', here is '{here}': floats may "
-                "differ; decompress there, or try with --any-machine (the checksum decides)"
+                f"this file was compressed on '{one_line(header.machine)}', here is '{here}': "
+                "floats may differ; decompress there, or try with --any-machine (the checksum "
+                "decides)"
             )
         pieces = decode_documents(
             self.predictor,

@@ -8,7 +8,8 @@ from typing import Any
 
 from underpar.build.artifact import build_tokenizer, read_artifact
 from underpar.build.model import build_predictor
-from underpar.codec.stream import Codec, read_header
+from underpar.codec.frame import read_frame
+from underpar.codec.stream import Codec
 from underpar.core.progress import SILENT, Progress
 from underpar.core.run_folder import write_atomic
 from underpar.core.runtime import Runtime
@@ -46,7 +47,7 @@ def compress(
 
         compressed = codec.compress(data, show)
     write_atomic(out, compressed)
-    _, payload = read_header(compressed)
+    payload = read_frame(compressed).payload
     return {
         "raw_bytes": len(data),
         "compressed_bytes": len(compressed),

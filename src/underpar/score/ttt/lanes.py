@@ -80,6 +80,20 @@ class LaneBatch:
         if isinstance(self.reading, KeptLanes):
             self.reading.restart(chunks)
 
+    def reread(self, chunks: Sequence[Chunk], adapted: bool = True) -> None:
+        """Fill the caches of lanes that have no room for their chunk; again: nothing."""
+        if not isinstance(self.reading, KeptLanes):
+            return
+        reread = self.reading.reread(chunks)
+        if reread is None:
+            return
+        predictor = self._predictor
+        rows = upload(np.array(reread.lanes), predictor.device)
+        precision = products(predictor.device, predictor.dtype)
+        with torch.no_grad(), precision, self.adapters(adapted, rows):
+            predictor.model.hidden(reread.tokens, reread.cache)
+        self.reading.commit_reread(reread)
+
     def price(
         self, chunks: Sequence[Chunk], hints: Hints, adapted: bool = True
     ) -> dict[int, np.ndarray]:
@@ -88,7 +102,7 @@ class LaneBatch:
         Without `adapted` the adapters have no effect. The gradients of the loss are computed here,
         while the prices travel from the device; only `learn` uses them.
         """
-        self._reread(chunks, adapted)
+        self.reread(chunks, adapted)
         learns = adapted and any(not chunk.is_last for chunk in chunks)
         shapes = self._shapes if adapted else None
         host = self.reading.host_inputs(chunks, len(self.lanes), shapes)
@@ -110,7 +124,7 @@ class LaneBatch:
     def _run(self, inputs: StepInputs, adapted: bool = True, learns: bool = True) -> StepOutputs:
         """The predictor's outputs; lanes then continue after these inputs."""
         forward = self._forward if learns else forward_step
-        with torch.set_grad_enabled(learns), self._adapters(adapted):
+        with torch.set_grad_enabled(learns), self.adapters(adapted):
             cache = self.reading.cache(inputs.counts, inputs.width)
             outputs = self._predictor.price_step(forward, inputs, cache)
         self.reading.commit()
@@ -173,23 +187,10 @@ class LaneBatch:
         self.lora.load(state["lora"])
         self._has_priced = state["has_priced"]
 
-    def _reread(self, chunks: Sequence[Chunk], adapted: bool) -> None:
-        """Fill the caches of lanes that have no room for their chunk."""
-        if not isinstance(self.reading, KeptLanes):
-            return
-        reread = self.reading.reread(chunks)
-        if reread is None:
-            return
-        predictor = self._predictor
-        rows = upload(np.array(reread.lanes), predictor.device)
-        precision = products(predictor.device, predictor.dtype)
-        with torch.no_grad(), precision, self._adapters(adapted, rows):
-            predictor.model.hidden(reread.tokens, reread.cache)
-        self.reading.commit_reread(reread)
-
-    def _adapters(
-        self, adapted: bool, rows: Tensor | None = None
+    def adapters(
+        self, adapted: bool = True, rows: Tensor | None = None
     ) -> AbstractContextManager[object]:
+        """Inside, the adapters act: those of all lanes, or of some rows."""
         return self.lora.attached(rows) if adapted else nullcontext()
 
     def _upload(self, host: HostInputs, wanted: np.ndarray, weights: np.ndarray) -> StepInputs:

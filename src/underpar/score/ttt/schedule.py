@@ -89,6 +89,8 @@ def stream_schedule(
 
     A free lane takes the next document of the file at the next step, the lowest lane first. All
     chunks up to a step depend only on the targets priced before it and on the number of documents.
+    A decoder learns a number of targets at the end of a document. It begins with numbers that are
+    too large, and corrects one before it asks for the next step.
     """
     require(num_lanes > 0, f"lanes = {num_lanes}: expected 1 or more")
     waiting = (document for document, total in enumerate(num_targets) if total > 0)
@@ -98,8 +100,9 @@ def stream_schedule(
         return _cut_chunk(lane, document, first, left, sizes.by_position(first))
 
     def following(chunk: Chunk) -> Chunk | None:
-        if not chunk.is_last:
-            return cut(chunk.lane, chunk.document, chunk.first + chunk.count)
+        done = chunk.first + chunk.count
+        if done < num_targets[chunk.document]:
+            return cut(chunk.lane, chunk.document, done)
         document = next(waiting, None)
         return None if document is None else cut(chunk.lane, document, 0)
 

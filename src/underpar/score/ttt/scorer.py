@@ -1,9 +1,6 @@
-"""Score-first test-time training: documents side by side, each with adapters of its own.
+"""Score documents that adapt, in one of two orders.
 
-In every step each lane prices the next chunk of its document, the prices are committed, and only
-then do the lane's adapters learn from the chunk (PR 1530, PR 2014). In the order `stream` a free
-lane takes the next document of the file, and the size of a chunk follows from its position in the
-document. A decoder, who knows what was priced before, can do the same. The order `published` sorts
+`stream` is the order of the file, which a decoder can follow (`loop.py`). `published` sorts
 documents by length, which a decoder learns only at the end of a document; it serves to reproduce
 published figures.
 """
@@ -17,25 +14,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from underpar.compile.startup import end_warm_up
 from underpar.core.dist import gather_objects
 from underpar.core.runtime import Clock, Runtime
 from underpar.data.shards import Shard
 from underpar.infer.experts import Proposals
-from underpar.infer.lora import Lora, LoraSettings
+from underpar.infer.lora import LoraSettings
 from underpar.infer.predictor import Predictor
-from underpar.infer.step import forward_step
 from underpar.infer.tilt import Mixture, join
 from underpar.score.ledger import Score
 from underpar.score.method import PUBLISHED, Deadline, Method
 from underpar.score.tally import OnCommit, OnShare, Tally
-from underpar.score.ttt.forward import CompiledForward, Forward
 from underpar.score.ttt.lanes import LaneBatch
-from underpar.score.ttt.reading import FreshLanes, KeptLanes, Reading, StepShapes
+from underpar.score.ttt.loop import DocumentLoop
+from underpar.score.ttt.reading import FreshLanes
 from underpar.score.ttt.schedule import (
     Chunk,
-    ChunkSizes,
-    fresh_window,
     published_schedule,
     published_window,
     stream_schedule,
@@ -45,12 +38,9 @@ from underpar.seams import Phases
 if TYPE_CHECKING:
     from underpar.score.partial import Partial
 
-# Widths of windows differ by this many tokens up to the limit, and by twice as many after it.
-WIDTH_STEP, WIDTH_LIMIT = 64, 1024
 
-
-class DocumentScorer:
-    """One score of a shard. It owns the loop, so that no adapter sees a token before its price."""
+class DocumentScorer(DocumentLoop):
+    """One score of a shard."""
 
     def __init__(
         self,
@@ -67,33 +57,17 @@ class DocumentScorer:
         partial: Partial | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`phases` train the whole model between steps, at fixed numbers of finished documents."""
-        self.predictor = predictor
+        super().__init__(predictor, shard.num_documents, runtime, clock, settings, mixture, phases)
         self.shard = shard
-        self.runtime = runtime
-        self.clock = clock
-        self.settings = settings
         self.method = method
-        self.mixture = mixture
-        self.phases = phases
         self._on_share = on_share
         self._partial = partial
-        self._sizes = ChunkSizes(settings.chunk, settings.short)
-        self._num_lanes = min(settings.lanes, shard.num_documents)
-        self._forward: Forward = forward_step
-        if runtime.compiled:
-            self._forward = CompiledForward(vary=settings.keys != "kept")
         # What changes from step to step.
         self._tally = Tally(shard, on_commit)
         self._deadline = Deadline(method.seconds, runtime, now)
-        self._step = 0
         self._stopped_at = -1
-        self._finished: list[int] = []
-        self._boundaries = list(phases.boundaries(shard.num_documents)) if phases else []
         # Proposals for the whole stream, if experts read it in advance.
         self._ahead: Proposals | None = None
-        # What a stopped score left of its lanes, until the first batch of lanes takes it over.
-        self._lanes_left: dict[str, Any] | None = None
 
     def run(self) -> Score:
         """The score of the whole shard."""
@@ -105,16 +79,9 @@ class DocumentScorer:
         if is_published:
             self._run_published()
         else:
-            self._run_stream()
+            steps = stream_schedule(self._tally.expected.tolist(), self._num_lanes, self._sizes)
+            self.run_stream(islice(steps, self._step, None))
         return self._tally.score(self.method, self.clock, self._stopped_at)
-
-    def _run_stream(self) -> None:
-        batch = self._make_batch(self._stream_reading())
-        steps = stream_schedule(self._tally.expected.tolist(), self._num_lanes, self._sizes)
-        for chunks in islice(steps, self._step, None):
-            self._do_step(batch, chunks)
-            if self._phase_is_due():
-                self._train(sorted(self._finished))
 
     def _run_published(self) -> None:
         totals = self._tally.expected.tolist()
@@ -144,25 +111,29 @@ class DocumentScorer:
                 self._train(done[: self._boundaries[0]])
                 batch.renew()
 
-    def _do_step(self, batch: LaneBatch, chunks: Sequence[Chunk]) -> None:
-        """Predict, commit, then adapt. Every rank does the same, on lanes of its own."""
+    def adapts(self, batch: LaneBatch) -> bool:
+        """False once the time is over; before that a stop is possible."""
         if self._partial:
             self._partial.offer(self._step, lambda: self._state(batch))
-        adapted = not self._is_over()
+        return not self._is_over()
+
+    def price(self, batch: LaneBatch, chunks: Sequence[Chunk], adapted: bool) -> Sequence[Chunk]:
+        """Price whole chunks, and enter them in the ledger."""
         with self.clock.phase("hints" if self.mixture.experts else "score"):
             proposals = {chunk.lane: self._propose(chunk) for chunk in chunks}
         with self.clock.phase("score"):
-            batch.shrink(batch.rows_of(chunks))
-            rows = batch.rows_of(chunks)
-            priced = self._predict(batch, rows, proposals, adapted)
+            priced = self._predict(batch, batch.rows_of(chunks), proposals, adapted)
             self._commit(chunks, proposals, priced)
-        num_learnt = sum(chunk.count for chunk in chunks if not chunk.is_last)
-        if adapted and num_learnt:
-            with self.clock.phase("adapt"):
-                batch.learn(rows)
-            self._tally.note("adapt", self._step, num_learnt)
-        self._step += 1
         self._show()
+        return chunks
+
+    def note(self, kind: str, first: int, last: int) -> None:
+        """An event of the ledger."""
+        self._tally.note(kind, first, last)
+
+    def doc(self, document: int) -> np.ndarray:
+        """The document in the shard."""
+        return self.shard.doc(document)
 
     def _predict(
         self,
@@ -196,7 +167,6 @@ class DocumentScorer:
         for chunk, part in zip(chunks, np.split(mixed, ends[:-1]), strict=True):
             self._tally.commit(chunk.document, chunk.first, -part)
         self.mixture.settle()
-        self._finished += [chunk.document for chunk in chunks if chunk.is_last]
         self._tally.note("price", self._step, int(ends[-1]))
 
     def _is_over(self) -> bool:
@@ -205,23 +175,6 @@ class DocumentScorer:
             self._stopped_at = self._step
             self._tally.note("stop", self._step, len(self._finished))
         return self._stopped_at >= 0
-
-    def _phase_is_due(self) -> bool:
-        return bool(self._boundaries) and len(self._finished) >= self._boundaries[0]
-
-    def _train(self, documents: Sequence[int]) -> None:
-        """Train the whole model on documents that are priced (PR 1610, PR 2014)."""
-        assert self.phases is not None
-        self._boundaries = self._boundaries[1:]
-        if self._stopped_at >= 0:
-            return
-        assert all(map(self._tally.is_finished, documents)), "a document was not priced yet"
-        model = self.predictor.model
-        with self.clock.phase("train"):
-            texts = [self.shard.doc(document) for document in documents]
-            self.phases.train(model, texts, model.spec.context, self.runtime)
-            self.runtime.synchronize()
-        self._tally.note("train", self._step, len(documents))
 
     def _state(self, batch: LaneBatch) -> dict[str, Any]:
         """Everything that later prices depend on, between two steps."""
@@ -255,67 +208,23 @@ class DocumentScorer:
         if self._on_share:
             self._on_share(self._tally.share, self._tally.bpb)
 
-    def _make_batch(self, reading: Reading) -> LaneBatch:
-        """This rank's lanes, with new adapters."""
-        predictor, compiled, lanes = self.predictor, self.runtime.compiled, self._own_lanes()
-        model, device, dtype = predictor.model, predictor.device, predictor.dtype
-        lora = Lora(model, self.settings, lanes, device, dtype, compiled)
-        batch = LaneBatch(predictor, reading, lora, self._forward, self.clock)
-        if self._lanes_left is not None:
-            batch.load(self._lanes_left)
-            self._lanes_left = None
-        if compiled and lanes:
-            with self.clock.phase("warm-up"):
-                batch.capture(self._step_shapes(reading), len(self.mixture.experts))
-                self.runtime.synchronize()
-            end_warm_up()
-        return batch
-
-    def _step_shapes(self, reading: Reading) -> StepShapes:
-        """Few shapes for all steps.
-
-        Kept lanes have one width, the largest chunk, because few steps consist of smaller chunks
-        alone. Windows have several widths.
-        """
-        largest, context = self._sizes.largest, self.predictor.context
-        if isinstance(reading, KeptLanes):
-            return StepShapes((largest,), largest)
-        small = range(WIDTH_STEP, WIDTH_LIMIT, WIDTH_STEP)
-        large = range(WIDTH_LIMIT, context, 2 * WIDTH_STEP)
-        widths = (*(width for width in (*small, *large) if width < context), context)
-        return StepShapes(widths, largest)
-
-    def _own_lanes(self) -> range:
-        return range(self.runtime.rank, self._num_lanes, self.runtime.world)
-
-    def _stream_reading(self) -> Reading:
-        spec, sizes = self.predictor.model.spec, self._sizes
-        if self.settings.keys == "kept":
-            num_own, device = len(self._own_lanes()), self.predictor.device
-            return KeptLanes(spec, self._text_of, sizes.by_position, num_own, device)
-
-        def window_of(chunk: Chunk) -> tuple[int, int, int]:
-            size = sizes.by_position(chunk.first)
-            return fresh_window(chunk.first, chunk.count, size, spec.context)
-
-        return FreshLanes(spec, self._text_of, window_of, self.runtime.compiled)
-
     def _published_reading(self, chunk_size: int) -> FreshLanes:
         spec = self.predictor.model.spec
 
         def window_of(chunk: Chunk) -> tuple[int, int, int]:
             return published_window(chunk.first, chunk.count, chunk_size, spec.context)
 
-        return FreshLanes(spec, self._text_of, window_of, self.runtime.compiled)
+        return FreshLanes(spec, self.text_of, window_of, self.runtime.compiled)
 
-    def _text_of(self, document: int) -> np.ndarray:
+    def text_of(self, document: int) -> np.ndarray:
+        """The document in the shard, with the next BOS."""
         # The BOS that ends a document begins the next one. The last document has none, and no
         # target there.
         begin = int(self.shard.starts[document])
         return self.shard.tokens[begin : begin + int(self._tally.expected[document]) + 1]
 
     def _targets(self, chunk: Chunk) -> np.ndarray:
-        return self._text_of(chunk.document)[chunk.first + 1 : chunk.first + chunk.count + 1]
+        return self.text_of(chunk.document)[chunk.first + 1 : chunk.first + chunk.count + 1]
 
     def _read_ahead(self) -> None:
         # In the records experts followed the file, whatever the order of documents (PR 2135).

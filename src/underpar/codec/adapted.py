@@ -1,0 +1,244 @@
+"""Documents <-> range-coded bytes, with adapters that learn from what was coded.
+
+The loop is that of `underpar score --adapt` in the order of the stream (`score/ttt/loop.py`): the
+same lanes, chunks, adapters and global phases. Inside a chunk both directions step token by token.
+A chunk that is coded is read again as a whole, with gradients, as a score reads it; its keys and
+values replace those of the single steps. So the bits are those of the score, up to how the sums of
+single steps are rounded.
+
+One class serves both directions, as in `lanes.py`: only the `code` of a token differs. It knows
+nothing of a document but the tokens that were coded before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from underpar.codec import range_coder
+from underpar.codec.lanes import (
+    NUM_THREADS,
+    Code,
+    OnTokens,
+    decode_by,
+    encode_by,
+    probabilities,
+)
+from underpar.core.runtime import Clock, Runtime, threads
+from underpar.errors import CodecError
+from underpar.infer.lora import LoraSettings
+from underpar.infer.predictor import Predictor, log_probs_of
+from underpar.infer.tilt import Mixture
+from underpar.model.chunk_cache import ChunkCache
+from underpar.model.network import products
+from underpar.score.ttt.lanes import LaneBatch
+from underpar.score.ttt.loop import DocumentLoop
+from underpar.score.ttt.reading import KeptLanes, Reading, upload
+from underpar.score.ttt.schedule import Chunk, stream_schedule
+from underpar.seams import BOS_ID, Phases
+
+# More targets than any document has.
+UNKNOWN = 1 << 62
+
+
+@dataclass(frozen=True)
+class Adaptation:
+    """How a predictor learns from what was coded."""
+
+    open_predictor: Callable[[], Predictor]
+    """Builds a predictor that has learned nothing: a global phase changes its weights."""
+    settings: LoraSettings
+    phases: Phases | None
+    runtime: Runtime
+    digest: str
+    """Names all settings: a decoder with other settings would read other tokens."""
+
+
+@contextmanager
+def deterministic(device: torch.device) -> Iterator[None]:
+    """Inside, operations on the same GPU give the same bits in every process.
+
+    A CPU with a fixed number of threads does so anyway.
+    """
+    before = torch.are_deterministic_algorithms_enabled()
+    if device.type == "cuda":
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+class SteppedLanes(KeptLanes):
+    """Lanes that read the tokens of a chunk one by one before they read it as a whole."""
+
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        """Inside, lanes move on with every token; afterwards they are where they were.
+
+        The keys and values that the tokens wrote stay, until the chunk overwrites them.
+        """
+        cache = self._cache
+        lengths = cache.lengths.clone()
+        last = {name: tensor.clone() for name, tensor in cache._last.items()}
+        yield
+        cache.lengths.copy_(lengths)
+        for name, tensor in cache._last.items():
+            tensor.copy_(last.get(name, torch.zeros_like(tensor)))
+
+    def token_cache(self, active: np.ndarray, place: int) -> ChunkCache:
+        """The cache, ready for one token in the active lanes (L,), number `place` of the chunk."""
+        held = np.array(self._held) * active
+        self._farthest = max(self._farthest, int(held.max()) + place + 1)
+        self._cache.begin(upload(active.astype(np.int64), self._device), 1, self._farthest)
+        return self._cache
+
+
+class Texts:
+    """Tokens of documents, BOS first, as far as they are known."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[int, np.ndarray] = {}
+        self._lengths: dict[int, int] = {}
+
+    def of(self, document: int) -> np.ndarray:
+        """The tokens so far; at least the BOS."""
+        if document not in self._tokens:
+            self._tokens[document] = np.full(64, BOS_ID, dtype=np.int64)
+            self._lengths[document] = 1
+        return self._tokens[document][: self._lengths[document]]
+
+    def append(self, document: int, token: int) -> None:
+        """The next token of a document; its array doubles when it is full."""
+        tokens, length = self._tokens[document], self._lengths[document]
+        if length == len(tokens):
+            tokens = self._tokens[document] = np.concatenate((tokens, np.zeros_like(tokens)))
+        tokens[length] = token
+        self._lengths[document] = length + 1
+
+
+class DocumentCoder(DocumentLoop):
+    """One pass over documents, in either direction."""
+
+    def __init__(
+        self,
+        adaptation: Adaptation,
+        num_documents: int,
+        code: Code,
+        on_tokens: OnTokens | None = None,
+    ) -> None:
+        super().__init__(
+            adaptation.open_predictor(),
+            num_documents,
+            adaptation.runtime,
+            Clock(),
+            adaptation.settings,
+            Mixture([]),
+            adaptation.phases,
+        )
+        self.texts = Texts()
+        self._num_targets = [UNKNOWN] * num_documents
+        self._code = code
+        self._on_tokens = on_tokens
+
+    def run(self) -> None:
+        """Code every document to its end."""
+        with threads(NUM_THREADS), deterministic(self.predictor.device):
+            self.run_stream(stream_schedule(self._num_targets, self._num_lanes, self._sizes))
+
+    def text_of(self, document: int) -> np.ndarray:
+        """The tokens that are coded, and the BOS at the end if it is coded."""
+        return self.texts.of(document)
+
+    def doc(self, document: int) -> np.ndarray:
+        """A document that is coded, without the BOS at its end."""
+        return self.texts.of(document)[:-1]
+
+    def note(self, kind: str, first: int, last: int) -> None:
+        """No ledger."""
+
+    def price(self, batch: LaneBatch, chunks: Sequence[Chunk], adapted: bool) -> Sequence[Chunk]:
+        """Code the chunks token by token, then read them as a whole."""
+        rows = batch.rows_of(chunks)
+        batch.begin(rows)
+        batch.reread(rows)
+        self._code_tokens(batch, rows)
+        coded = [self._as_coded(chunk) for chunk in chunks]
+        rows = batch.rows_of(coded)
+        # The prices are those of the single tokens.
+        batch.price(rows, {chunk.lane: np.empty((chunk.count, 0)) for chunk in coded})
+        if self._on_tokens:
+            self._on_tokens(sum(chunk.count for chunk in coded))
+        return coded
+
+    def _code_tokens(self, batch: LaneBatch, rows: Sequence[Chunk]) -> None:
+        reading, predictor = batch.reading, self.predictor
+        assert isinstance(reading, SteppedLanes)
+        going = list(rows)
+        with torch.no_grad(), batch.adapters(), reading.trial():
+            for place in range(max(chunk.count for chunk in rows)):
+                going = [chunk for chunk in going if place < chunk.count]
+                tokens = np.full(len(batch.lanes), BOS_ID)
+                active = np.zeros(len(batch.lanes), dtype=np.bool_)
+                for chunk in going:
+                    tokens[chunk.lane] = self.texts.of(chunk.document)[-1]
+                    active[chunk.lane] = True
+                if not going:
+                    return
+                cache = reading.token_cache(active, place)
+                with products(predictor.device, predictor.dtype):
+                    hidden = predictor.model.hidden(upload(tokens, predictor.device), cache)
+                    log_probs = log_probs_of(predictor.model, hidden)
+                cache.commit()
+                freqs = range_coder.quantize(probabilities(log_probs))
+                going = [chunk for chunk in going if self._goes_on(chunk, freqs[chunk.lane])]
+
+    def _goes_on(self, chunk: Chunk, freqs: np.ndarray) -> bool:
+        """Code the next token of a chunk; false at the end of the document."""
+        document = chunk.document
+        token = self._code(document, freqs)
+        self.texts.append(document, token)
+        if token == BOS_ID:
+            self._num_targets[document] = len(self.texts.of(document)) - 1
+        return token != BOS_ID
+
+    def _as_coded(self, chunk: Chunk) -> Chunk:
+        left = self._num_targets[chunk.document] - chunk.first
+        return replace(chunk, count=min(chunk.count, left), is_last=left <= chunk.count)
+
+    def _stream_reading(self) -> Reading:
+        spec, device = self.predictor.model.spec, self.predictor.device
+        if self.settings.keys != "kept":
+            raise CodecError(
+                f"levers.lora_ttt.keys = {self.settings.keys!r}: files are coded with 'kept' only"
+            )
+        lanes = self._num_lanes
+        return SteppedLanes(spec, self.text_of, self._sizes.by_position, lanes, device)
+
+
+def encode_adapted(
+    adaptation: Adaptation, documents: Sequence[np.ndarray], on_tokens: OnTokens | None = None
+) -> bytes:
+    """`encode_by` with a predictor that learns."""
+    num = len(documents)
+    return encode_by(lambda code: DocumentCoder(adaptation, num, code, on_tokens).run(), documents)
+
+
+def decode_adapted(
+    adaptation: Adaptation,
+    payload: bytes,
+    num_documents: int,
+    max_tokens: int,
+    on_tokens: OnTokens | None = None,
+) -> list[list[int]]:
+    """What `encode_adapted` was given; a stream that runs past `max_tokens` is refused."""
+    return decode_by(
+        lambda code: DocumentCoder(adaptation, num_documents, code, on_tokens).run(),
+        payload,
+        num_documents,
+        max_tokens,
+    )
