@@ -277,3 +277,59 @@ def test_settings_that_cannot_be_used_are_refused() -> None:
         with pytest.raises(BenchError, match=word) as caught:
             attempt()
         assert "\n" not in str(caught.value)
+
+
+@given(spread_scores, st.integers(0, 2**31))
+@settings(deadline=None, max_examples=40)
+def test_two_treatments_in_blocks_are_a_paired_test(old: list[float], seed: int) -> None:
+    new = list(np.array(old) + np.random.default_rng(seed).random(len(old)))
+    values = {("old", block): value for block, value in enumerate(old)}
+    values |= {("new", block): value for block, value in enumerate(new)}
+    (found,) = stats.block_differences(values, "old").values()
+    expected = stats.paired(new, old)
+    assert found.num_blocks == len(old)
+    assert found.value == pytest.approx(expected.gain, abs=1e-9)
+    assert found.interval is not None
+    assert found.interval.low == pytest.approx(expected.interval.low, abs=1e-8)
+    assert found.interval.high == pytest.approx(expected.interval.high, abs=1e-8)
+
+
+def test_treatments_share_their_noise_and_the_luck_of_a_block_cancels() -> None:
+    rng = np.random.default_rng(0)
+    gains = {"base": 0.0, **{f"t{i}": 0.01 * i for i in range(1, 9)}}
+    luck, num_inside, num = rng.normal(0, 50, 3), 0, 0
+    widths: dict[str, list[float]] = {"alone": [], "together": []}
+    for _ in range(100):
+        values = {
+            (name, block): 1 + gain + luck[block] + rng.normal(0, 0.01)
+            for name, gain in gains.items()
+            for block in range(3)
+        }
+        found = stats.block_differences(values, "base")
+        for name, difference in found.items():
+            assert difference.interval is not None
+            num_inside += difference.interval.contains(gains[name])
+            num += 1
+        pair = {cell: value for cell, value in values.items() if cell[0] in ("base", "t1")}
+        for key, rows in (("alone", stats.block_differences(pair, "base")), ("together", found)):
+            interval = rows["t1"].interval
+            assert interval is not None
+            widths[key].append(interval.high - interval.low)
+    # 95 % of 800; rows of one draw share the base, so the count varies more than a binomial one.
+    assert 0.91 < num_inside / num < 0.985
+    # Two degrees of freedom for a row alone, sixteen for all together.
+    assert np.mean(widths["together"]) < 0.6 * np.mean(widths["alone"])
+
+
+def test_blocks_may_be_missing() -> None:
+    values = {("a", 1): 1.0, ("a", 2): 2.0, ("b", 1): 1.5, ("b", 2): 2.5, ("c", 2): 2.25}
+    found = stats.block_differences(values, "a")
+    assert found["b"].value == pytest.approx(0.5) and found["c"].value == pytest.approx(0.25)
+    assert (found["b"].num_blocks, found["c"].num_blocks) == (2, 1)
+    assert found["c"].interval == Interval(found["c"].value, found["c"].value)
+    # A block without the base says nothing about it.
+    assert stats.block_differences({("a", 1): 1.0, ("b", 2): 2.0}, "a") == {}
+    (single,) = stats.block_differences({("a", 1): 1.0, ("b", 1): 2.0}, "a").values()
+    assert single.value == pytest.approx(1.0) and single.interval is None
+    with pytest.raises(BenchError, match="not finite"):
+        stats.block_differences({("a", 1): 1.0, ("b", 1): math.nan}, "a")

@@ -6,8 +6,8 @@ import json
 import shutil
 import tomllib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import pytest
@@ -24,12 +24,14 @@ from underpar.lab.variants import (
     OPEN,
     OTHER,
     SAME,
+    Comparison,
     Request,
     compare,
     make_cells,
     read_known,
     require_equal_shares,
     run_variants,
+    values_beside,
     verdict_of,
 )
 from underpar.recipe import load_recipe
@@ -63,6 +65,11 @@ claim = "without variants"
 published = "1 mBPB better"
 source = "PR 3"
 """
+
+
+def bpb_of(result: dict[str, Any], name: str) -> dict[str, list[float]]:
+    """Bits per byte of each variant of a claim, in the order of the seeds."""
+    return {key: [*row["bpb"].values()] for key, row in result["claims"][name].items()}
 
 
 class Ended:
@@ -145,8 +152,8 @@ def test_equal_recipes_share_one_run(
     assert sum(path.is_dir() for path in out.iterdir()) == 2
     # `none` of the gain, and both ways to score the bias, are one run.
     assert machine.stages() == ["train", "train", "pack", "score", "score"] and not failed
-    assert result["claims"]["bias"] == {"on": [1.9], "off": [1.91]}
-    assert fmean(result["claims"]["gain"]["none"]) == pytest.approx(2.004, abs=1e-4)
+    assert bpb_of(result, "bias") == {"on": [1.9], "off": [1.91]}
+    assert bpb_of(result, "gain")["none"] == [pytest.approx(2.004, abs=1e-4)]
     scored = machine.words[3]
     assert scored[-4:] == ["--with", "adapt_bias", "--device", "cpu"]
     page = (tmp_path / "out" / "variants.md").read_text()
@@ -167,7 +174,9 @@ def test_what_is_finished_is_not_done_again(
         Request(file, ("gain",), (), 2), tiny_data, out, "cpu", start_words=machine
     )
     assert machine.stages() == ["train", "train"]
-    assert [len(values) for values in more["claims"]["gain"].values()] == [2, 2]
+    assert [len(values) for values in bpb_of(more, "gain").values()] == [2, 2]
+    # What was known of the other claim stays.
+    assert bpb_of(more, "bias")["on"] == [1.9]
 
 
 def test_known_figures_of_another_folder_count(
@@ -181,7 +190,7 @@ def test_known_figures_of_another_folder_count(
     result, _ = run_variants(
         Request(file), tiny_data, tmp_path / "b", "cpu", known=known, start_words=machine
     )
-    assert machine.words == [] and result["claims"]["bias"]["on"] == [1.9]
+    assert machine.words == [] and bpb_of(result, "bias")["on"] == [1.9]
     with pytest.raises(RunError, match="has device"):
         read_known(known, {"device": "another"})
     with pytest.raises(RunError, match="does not exist"):
@@ -196,8 +205,8 @@ def test_a_stage_that_fails_is_said_and_the_rest_goes_on(
         Request(file), tiny_data, tmp_path / "out", "cpu", start_words=machine
     )
     assert list(failed.values()) == ["pack: exit code 3"]
-    assert result["claims"]["bias"] == {"on": [], "off": []}
-    assert len(result["claims"]["gain"]["four"]) == 1
+    assert bpb_of(result, "bias") == {"on": [], "off": []}
+    assert len(bpb_of(result, "gain")["four"]) == 1
     page = (tmp_path / "out" / "variants.md").read_text()
     assert "Not measured" in page and "| four | 1 |" in page
 
@@ -231,23 +240,54 @@ def claim() -> Claim:
     return Claim("c", "loop", "", "", "", best="a")
 
 
+def rows_of(bpb: dict[str, list[float]]) -> list[Comparison]:
+    """The comparisons of variants, each with its figures by seed."""
+    measured = {
+        name: {"treatment": f"t-{name}", "bpb": {str(s): v for s, v in enumerate(values)}}
+        for name, values in bpb.items()
+    }
+    return compare(claim(), measured, values_beside(claim(), {"c": claim()}, {"c": measured}))
+
+
 def test_one_seed_shows_nothing_below_three_millibits() -> None:
     for other, verdict in ((2.0029, OPEN), (2.0031, SAME), (1.9969, OTHER)):
-        first, row = compare(claim(), {"b": [other], "a": [2.0]})
+        first, row = rows_of({"b": [other], "a": [2.0]})
         assert (first.variant, row.verdict, row.noise_mbpb) == ("a", verdict, None)
-    rows = compare(claim(), {"a": [2.0], "b": [2.01], "c": [2.001]})
+    rows = rows_of({"a": [2.0], "b": [2.01], "c": [2.001]})
     assert verdict_of(rows) == OPEN and verdict_of(rows[:2]) == SAME
-    assert verdict_of(compare(claim(), {"a": [2.0], "b": [1.9], "c": [2.1]})) == OTHER
-    assert compare(claim(), {"a": [], "b": [2.0]}) == []
+    assert verdict_of(rows_of({"a": [2.0], "b": [1.9], "c": [2.1]})) == OTHER
+    assert rows_of({"a": [], "b": [2.0]}) == []
 
 
-def test_seeds_are_judged_by_their_spread() -> None:
-    wide = {"a": [2.0, 2.01], "b": [2.005, 2.015]}
-    narrow = {"a": [2.0, 2.0001], "b": [2.002, 2.0021]}
-    (_, row), (_, sure) = compare(claim(), wide), compare(claim(), narrow)
+def test_seeds_are_judged_by_the_spread_of_their_differences() -> None:
+    wide = {"a": [2.0, 2.01], "b": [2.008, 2.012]}
+    narrow = {"a": [2.0, 2.01], "b": [2.002, 2.0121]}
+    (_, row), (_, sure) = rows_of(wide), rows_of(narrow)
     assert row.difference_mbpb == pytest.approx(5) and row.verdict == OPEN
-    assert sure.difference_mbpb == pytest.approx(2) and sure.verdict == SAME
+    # Both sides vary by 10 mBPB, and together: the luck of a seed is that of both.
+    assert sure.difference_mbpb == pytest.approx(2.05) and sure.verdict == SAME
     assert row.noise_mbpb and sure.noise_mbpb and row.noise_mbpb > sure.noise_mbpb
+
+
+def test_runs_of_one_base_tell_the_noise_together() -> None:
+    def measured(name: str, gains: list[float]) -> dict[str, Any]:
+        best = {"treatment": "base", "bpb": {"1": 2.0, "2": 2.01}}
+        bpb = {str(i + 1): best["bpb"][str(i + 1)] + g for i, g in enumerate(gains)}
+        return {"a": best, name: {"treatment": name, "bpb": bpb}}
+
+    claims = {name: replace(claim(), name=name, base="b") for name in ("x", "y", "z")}
+    gains = {"x": [-0.003, -0.0034], "y": [0.001, 0.0013], "z": [0.0, 0.0002]}
+    all_measured = {name: measured(name, gains[name]) for name in claims}
+    values = values_beside(claims["x"], claims, all_measured)
+    # The runs without a change count once.
+    assert len(values) == 8
+    _, row = compare(claims["x"], all_measured["x"], values)
+    alone = values_beside(claims["x"], {"x": claims["x"]}, all_measured)
+    _, row_alone = compare(claims["x"], all_measured["x"], alone)
+    assert row.difference_mbpb == pytest.approx(row_alone.difference_mbpb)
+    assert row.noise_mbpb and row_alone.noise_mbpb and row.noise_mbpb < row_alone.noise_mbpb / 2
+    scored = {name: replace(c, figure="scored") for name, c in claims.items()}
+    assert len(values_beside(scored["x"], scored, all_measured)) == 4
 
 
 def test_the_shipped_claims_can_be_measured() -> None:
@@ -317,7 +357,7 @@ def test_real_runs_are_trained_packed_and_scored(
     request = Request(file, (), steps)
     result, failed = run_variants(request, tiny_data, tmp_path / "out", "cpu", num_at_once=2)
     assert not failed
-    assert all(len(v) == 1 for claim in result["claims"].values() for v in claim.values())
+    assert all(len(v) == 1 for name in ("gain", "bias") for v in bpb_of(result, name).values())
     (run,) = [path for path in (tmp_path / "out").iterdir() if (path / "model.upar").exists()]
     off = json.loads((run / "score-plain.json").read_text())["bpb"]
-    assert result["claims"]["bias"]["off"] == [off]
+    assert bpb_of(result, "bias")["off"] == [off]

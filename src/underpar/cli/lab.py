@@ -530,3 +530,90 @@ def lab_variants(
     result, failed = lab.run_variants(request, data, out, device, jobs, known, progress)
     show_json(result) if json else typer.echo((out / "variants.md").read_text())
     raise typer.Exit(2 if failed else 0)
+
+
+@lab_app.command("experiments")
+def lab_experiments(
+    data: Annotated[
+        Path | None, typer.Option(help="The data folder; without one nothing is trained.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for all runs and the result.")] = None,
+    experiment: Annotated[
+        list[str] | None,
+        typer.Option(help="Make this experiment, may be repeated; default: all, in their order."),
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option(help="A TOML file of experiments in place of the shipped one.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(help="Runs with and runs without each change.")] = 2,
+    tokens: Annotated[
+        int, typer.Option(help="Tokens that every run trains on; 0: the budget of the recipe.")
+    ] = 0,
+    seconds: Annotated[
+        float, typer.Option(help="Start no run that would end after so many seconds; 0: no limit.")
+    ] = 0.0,
+    jobs: Annotated[
+        int, typer.Option(help="Runs at a time on the device; more than 1 needs --tokens.")
+    ] = 1,
+    known: Annotated[
+        Path | None, typer.Option(help="A variants.json whose runs need not be made again.")
+    ] = None,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Only say which runs there is time for.")
+    ] = False,
+    page: Annotated[
+        Path | None, typer.Option(help="Write the page of all experiments: docs/frontier.md.")
+    ] = None,
+    set_: Set = None,
+    device: Device = "auto",
+    json: Json = False,
+) -> None:
+    """Train a recipe with and without a change, on the same seeds: does the change help?
+
+    \b
+    underpar data build TEXT --out data --recipe h200-300s --development 0.1
+    underpar lab experiments --data data-development --out runs/e --plan --seconds 1500
+    underpar lab experiments --data data-development --out runs/e --seconds 1500
+    underpar lab experiments --data data-development --out runs/f --known runs/e/variants.json
+    underpar lab experiments --data data-development --out runs/e --tokens 60000000 --jobs 2
+    underpar lab experiments --known runs/e/variants.json --page docs/frontier.md
+
+    All experiments get their first seed, then their second. Each run is written to
+    OUT/variants.json as soon as it has ended, and the same command continues what was stopped. A
+    machine that is lent for a short time starts from an earlier result with --known. Exit code 2 if
+    a run failed.
+    """
+    from underpar.core.run_folder import write_atomic
+    from underpar.errors import BenchError
+    from underpar.lab import experiments as lab
+    from underpar.lab.claims import EXPERIMENTS
+    from underpar.lab.runs import token_budget
+    from underpar.lab.variants import Allowance, Request, run_variants
+
+    overrides = (*(set_ or ()), *(token_budget(tokens) if tokens else ()))
+    if data is None or out is None:
+        if page is None or data or out:
+            raise BenchError("name both --data and --out to train, or neither and a --page")
+        write_atomic(page, lab.to_page(file or EXPERIMENTS, lab.read_record(known)))
+        return
+    request = Request(file or EXPERIMENTS, tuple(experiment or ()), overrides, seeds)
+    allowance = Allowance(seconds or float("inf"))
+    if plan:
+        rows = lab.plan_request(request, data, out, device, known, allowance, jobs)
+        if json:
+            show_json({"runs": [asdict(row) for row in rows]})
+            return
+        cells = [
+            (row.name, ", ".join(row.uses), row.seed, row.seconds or "?", row.state) for row in rows
+        ]
+        show_table("plan", ("run", "for", "seed#", "seconds#", ""), cells)
+        return
+    progress = open_progress(json)
+    result, failed = run_variants(
+        request, data, out, device, jobs, known, progress, allowance=allowance
+    )
+    text = lab.to_page(request.file, result)
+    if page:
+        write_atomic(page, text)
+    show_json(result) if json else typer.echo(text)
+    raise typer.Exit(2 if failed else 0)

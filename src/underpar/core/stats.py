@@ -6,7 +6,7 @@ Lower is better for every score compared here (BPB, loss), so a gain is mean(old
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import NormalDist
 from typing import Any, Literal
@@ -59,6 +59,15 @@ class GainTest:
     def as_dict(self) -> dict[str, Any]:
         """The result as plain JSON values."""
         return {**asdict(self), "t": self.t if math.isfinite(self.t) else None}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far a treatment is above the base, from so many blocks that have both."""
+
+    value: float
+    interval: Interval | None
+    num_blocks: int
 
 
 def bootstrap_bca(
@@ -164,6 +173,45 @@ def paired(old: Values, new: Values, margin: float = 0.0, confidence: float = 0.
     t, p = _one_sided(gain - margin, error, num - 1, scale)
     interval = _t_interval(gain, error, num - 1, confidence)
     return GainTest("paired", gain, margin, t, float(num - 1), p, interval, num, num)
+
+
+def block_differences(
+    values: Mapping[tuple[str, int], float], base: str, confidence: float = 0.95
+) -> dict[str, Difference]:
+    """What each treatment adds to `base`, from values of (treatment, block): (recipe, seed).
+
+    A value is the sum of a treatment, a block and noise of one spread for all: the randomized block
+    design (Fisher 1935). With two treatments it is the paired test. More treatments share their
+    noise, so few blocks are enough, and a treatment may lack blocks. Blocks without `base` are left
+    out. There is no interval while nothing tells the noise.
+    """
+    blocks = sorted({block for treatment, block in values if treatment == base})
+    cells = [cell for cell in values if cell[1] in blocks]
+    others = sorted({treatment for treatment, _ in cells} - {base})
+    if not others:
+        return {}
+    design = np.zeros((len(cells), len(others) + len(blocks)))
+    for row, (treatment, block) in enumerate(cells):
+        if treatment != base:
+            design[row, others.index(treatment)] = 1.0
+        design[row, len(others) + blocks.index(block)] = 1.0
+    sample = np.array([values[cell] for cell in cells])
+    if not np.all(np.abs(sample) <= _LARGEST):
+        raise BenchError("a value is not finite")
+    # Every treatment shares a block with the base, so the columns are independent.
+    inverse = np.linalg.inv(design.T @ design)
+    effects = inverse @ design.T @ sample
+    residual, df = sample - design @ effects, len(cells) - design.shape[1]
+    spread = float(np.sqrt(residual @ residual / df)) if df else math.nan
+    if spread <= _ROUNDING * float(np.max(np.abs(sample))):
+        spread = 0.0
+    differences = {}
+    for index, treatment in enumerate(others):
+        effect, error = float(effects[index]), spread * math.sqrt(inverse[index, index])
+        interval = _t_interval(effect, error, df, confidence) if df else None
+        num = sum(cell[0] == treatment for cell in cells)
+        differences[treatment] = Difference(effect, interval, num)
+    return differences
 
 
 def power(

@@ -33,6 +33,7 @@ from underpar.lab.runs import (
     read_conditions,
     read_tail,
     run_jobs,
+    token_budget,
 )
 from underpar.recipe import Recipe, load_recipe, nearest
 
@@ -135,9 +136,7 @@ def _dependents(lever: str, recipe: Recipe) -> tuple[str, ...]:
 
 
 def _job(name: str, request: Request, change: tuple[str, ...]) -> Job:
-    budgets = ("budget_seconds=0", "reserve_seconds=0", "budget_steps=0", "budget_flops=0")
-    budget = (f"train.budget_tokens={request.num_tokens}", *(f"train.{b}" for b in budgets))
-    overrides = (*request.overrides, *budget, *change)
+    overrides = (*request.overrides, *token_budget(request.num_tokens), *change)
     recipe = resolve_levers(load_recipe(request.recipe, overrides))
     try:
         weight_shapes(recipe)

@@ -1,9 +1,13 @@
-"""Claims: effects that others published, and the variants of a recipe that can test them."""
+"""Claims and experiments: what is held to be true, and the variants of a recipe that test it.
+
+A claim is an effect that others published. An experiment is a hypothesis of ours: one change of a
+recipe, with and without which it is trained.
+"""
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +18,9 @@ from underpar.recipe import nearest
 from underpar.score.method import Method
 
 VARIANTS = Path(__file__).with_name("variants.toml")
+EXPERIMENTS = Path(__file__).with_name("experiments.toml")
+# The variants of an experiment.
+WITH, WITHOUT = "with", "without"
 BEFORE, SCORED = "before", "scored"
 FIGURES = {BEFORE: "before quantization", SCORED: "packed and scored"}
 
@@ -51,6 +58,8 @@ class Claim:
     best: str = ""
     hurts: bool = False
     """Whether the lever is claimed to make things worse."""
+    decision: str = ""
+    """What a person decided about an experiment, in words."""
     variants: tuple[Variant, ...] = ()
 
 
@@ -67,9 +76,39 @@ def read_claims(path: Path = VARIANTS) -> dict[str, Claim]:
 
 
 def _claim(name: str, table: Mapping[str, Any]) -> Claim:
+    if "hypothesis" in table:
+        return _experiment(name, **table)
     variants = tuple(_variant(n, t) for n, t in table.get("variants", {}).items())
     return Claim(
         name=name, **{k: v for k, v in table.items() if k != "variants"}, variants=variants
+    )
+
+
+def _experiment(
+    name: str,
+    hypothesis: str,
+    source: str,
+    base: str,
+    set: Sequence[str],
+    both: Sequence[str] = (),
+    expected: str = "",
+    decision: str = "",
+) -> Claim:
+    """`set` is the change, `both` are settings of the runs with it and of those without it."""
+    for words in (set, both):
+        if isinstance(words, str) or not all(isinstance(word, str) for word in words):
+            raise ValueError(f'{name!r}: settings are text, in a list: ["train.seed=1"]')
+    variants = (Variant(WITHOUT, (*both,)), Variant(WITH, (*both, *set)))
+    return Claim(
+        name,
+        lever="",
+        claim=hypothesis,
+        published=expected,
+        source=source,
+        base=base,
+        best=WITHOUT,
+        decision=decision,
+        variants=variants,
     )
 
 
@@ -85,7 +124,7 @@ def _variant(name: str, table: Mapping[str, Any]) -> Variant:
 
 def _check(claim: Claim, path: Path) -> None:
     where = f"{path}, {claim.name}"
-    if claim.lever not in lever_names():
+    if claim.lever and claim.lever not in lever_names():
         raise BenchError(f"{where}: no lever {claim.lever!r}{nearest(claim.lever, lever_names())}")
     names = [variant.name for variant in claim.variants]
     if names and claim.best not in names:

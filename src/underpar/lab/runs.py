@@ -35,6 +35,12 @@ class Job:
     """More options of `underpar train`."""
 
 
+def token_budget(num_tokens: int) -> tuple[str, ...]:
+    """Changes of a recipe with which it trains on so many tokens, whatever its budget was."""
+    others = ("budget_seconds=0", "reserve_seconds=0", "budget_steps=0", "budget_flops=0")
+    return (f"train.budget_tokens={num_tokens}", *(f"train.{other}" for other in others))
+
+
 Launch = Callable[[Job], "subprocess.Popen[bytes]"]
 """Starts a run."""
 
@@ -64,11 +70,16 @@ def start(words: Sequence[str], folder: Path) -> subprocess.Popen[bytes]:
 
 
 def run_jobs(
-    jobs: Sequence[Job], launch: Launch, num_at_once: int, on_end: Callable[[Job, int], None]
+    jobs: Sequence[Job],
+    launch: Launch,
+    num_at_once: int,
+    on_end: Callable[[Job, int], None],
+    may_start: Callable[[Job], bool] = lambda job: True,
 ) -> None:
     """Run jobs in their order, `num_at_once` at a time; `on_end` gets each job's exit code.
 
-    An error or a signal ends the runs that are still going. They can be continued later.
+    A job that `may_start` refuses when its turn comes is left out. An error or a signal ends the
+    runs that are still going. They can be continued later.
     """
     waiting, running = deque(jobs), dict[Job, "subprocess.Popen[bytes]"]()
     # Without a handler, SIGTERM would end this process and leave its runs on the device.
@@ -77,7 +88,8 @@ def run_jobs(
         while waiting or running:
             while waiting and len(running) < num_at_once:
                 job = waiting.popleft()
-                running[job] = launch(job)
+                if may_start(job):
+                    running[job] = launch(job)
             ended = {job: process.poll() for job, process in running.items()}
             for job, code in ended.items():
                 if code is not None:

@@ -1,0 +1,183 @@
+"""Experiments: which runs fit into some seconds, and the page of what they showed.
+
+An experiment is a line of `experiments.toml` (`claims.py`); `variants.py` makes its runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from underpar.core.run_folder import RunFolder
+from underpar.errors import RunError
+from underpar.lab.ablate import read_bpb
+from underpar.lab.claims import WITH, WITHOUT, Claim, read_claims
+from underpar.lab.variants import (
+    Allowance,
+    Cell,
+    Comparison,
+    Protocol,
+    Request,
+    compare,
+    guess,
+    make_cells,
+    open_measurement,
+    summarize,
+    values_beside,
+)
+
+DONE, RUNS, NO_TIME = "done", "runs", "no time"
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run, what it is for, how long it is expected to take, and whether there is time for it."""
+
+    name: str
+    uses: tuple[str, ...]
+    seed: int
+    seconds: float | None
+    state: str
+
+
+def plan_request(
+    request: Request,
+    data: Path,
+    out: Path,
+    device: str,
+    known: Path | None,
+    allowance: Allowance,
+    num_at_once: int = 1,
+) -> list[PlannedRun]:
+    """What `run_variants` with the same arguments would train."""
+    opened = open_measurement(request, data, out, device, num_at_once, known)
+    for kind, seconds in opened.so_far.seconds.items():
+        allowance.took(kind, seconds)
+    return plan_runs(opened.cells, opened.so_far.figures, out, allowance, num_at_once)
+
+
+def plan_runs(
+    cells: Sequence[Cell],
+    figures: Mapping[str, float],
+    out: Path,
+    allowance: Allowance,
+    num_at_once: int = 1,
+) -> list[PlannedRun]:
+    """What would be trained, in order, if the runs took as long as expected."""
+    by_run: dict[str, list[Cell]] = {}
+    for cell in cells:
+        by_run.setdefault(cell.job.name, []).append(cell)
+    planned, free_at = [], [0.0] * num_at_once
+    for name, uses in by_run.items():
+        seconds = guess("train", uses[0], allowance)
+        is_done = all(cell.key in figures for cell in uses)
+        if is_done or read_bpb(RunFolder(out / name), 0) is not None:
+            state = DONE
+        elif allowance.has_time(min(free_at) + (seconds or 0.0)):
+            state = RUNS
+            free_at[free_at.index(min(free_at))] += seconds or 0.0
+        else:
+            state = NO_TIME
+        words = tuple(f"{cell.claim.name} {cell.variant.name}" for cell in uses)
+        planned.append(PlannedRun(name, words, uses[0].seed, seconds, state))
+    return planned
+
+
+INTRODUCTION = """# Experiments
+
+Each row is one change of a recipe, trained with and without it on the same seeds. The rows are from
+`src/underpar/lab/experiments.toml`, the figures from `docs/evidence/experiments.json`, which is the
+`variants.json` of the last command. This page is made by
+
+    underpar data build TEXT --out data --recipe h200-300s --development 0.1
+    underpar lab experiments --data data-development --out runs/experiments --page docs/frontier.md
+
+and, without training, by
+
+    underpar lab experiments --known docs/evidence/experiments.json --page docs/frontier.md
+
+- Choices are made on the development documents, which are in neither the training text nor the
+  held-out text. `val` is reported for what was chosen: `underpar pack RUN`, then
+  `underpar score RUN --data data`.
+- A difference is the mean of with minus without in mBPB (thousandths of a bit per byte), averaged
+  weights, before quantization. Below 0 the change helps.
+- Its interval holds 95 % of such differences. Runs with one seed share their luck, and all runs of
+  one base and protocol share one spread (randomized blocks). In one row of twenty the interval
+  misses the truth.
+- Decision: *helps* or *hurts* if the interval excludes 0, *open* if it does not. One seed decides
+  nothing.
+- Expected gains are derived in mBPB from what the source reports.
+"""
+COLUMNS = ("experiment", "hypothesis", "setting", "seeds", "with - without, mBPB", "decision")
+NO_RUNS: dict[str, Any] = {"protocols": [], "figures": {}}
+
+
+def to_page(file: Path, result: Mapping[str, Any]) -> str:
+    """The page of all experiments of a file: a table per protocol of the result."""
+    sections = [
+        "\n".join(_section(file, Protocol(tuple(overrides), num_seeds), result))
+        for num_seeds, *overrides in result["protocols"]
+    ]
+    if not sections:
+        rows = [_row(claim, None) for claim in read_claims(file).values()]
+        sections = ["\n".join(["## No runs yet\n", *_table(rows)])]
+    return "\n".join([INTRODUCTION, *sections])
+
+
+def _section(file: Path, protocol: Protocol, result: Mapping[str, Any]) -> Iterator[str]:
+    request = Request(file, overrides=protocol.overrides, num_seeds=protocol.num_seeds)
+    cells = make_cells(request)
+    claims = {cell.claim.name: cell.claim for cell in cells}
+    measured = summarize(cells, result["figures"])
+    rows = []
+    for claim in claims.values():
+        values = values_beside(claim, claims, measured)
+        # The first row is that of the runs without the change.
+        found = compare(claim, measured[claim.name], values)[1:]
+        rows.append(_row(claim, found[0] if found else None))
+    yield f"## {' '.join(protocol.overrides) or 'Recipes as they are'}\n"
+    yield f"{result['device']}, data `{result['data_identity']}` ({result['text']}).\n"
+    yield from _table(rows)
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    yield f"| {' | '.join(COLUMNS)} |"
+    yield "| --- | --- | --- | ---: | ---: | --- |"
+    for row in rows:
+        yield f"| {' | '.join(row)} |"
+    yield ""
+
+
+def read_record(path: Path | None) -> dict[str, Any]:
+    """The result of an earlier command, for the page alone; of none if there is no path."""
+    if path is None:
+        return NO_RUNS
+    if not path.is_file():
+        raise RunError(f"{path} does not exist; earlier runs leave a variants.json in --out")
+    result: dict[str, Any] = RunFolder(path.parent).read_json(path)
+    if missing := {"protocols", "figures", "device", "data_identity", "text"} - {*result}:
+        raise RunError(f"{path} has no {min(missing)!r}: it is not the result of experiments")
+    return result
+
+
+def _row(claim: Claim, found: Comparison | None) -> tuple[str, ...]:
+    settings = {variant.name: variant.set for variant in claim.variants}
+    both = settings[WITHOUT]
+    change = " ".join(f"`{word}`" for word in settings[WITH][len(both) :])
+    if both:
+        change += " on " + " ".join(f"`{word}`" for word in both)
+    setting = f"{claim.base}: {change}"
+    expected = f" Expected: {claim.published}." if claim.published else ""
+    hypothesis = f"{claim.claim} ({claim.source}).{expected}"
+    if found is None:
+        return claim.name, hypothesis, setting, "0", "", claim.decision or "not measured"
+    difference, decision = f"{found.difference_mbpb:+.2f}", "one seed"
+    if found.noise_mbpb is not None:
+        low, high = (found.difference_mbpb + sign * found.noise_mbpb for sign in (-1, 1))
+        difference += f" ({low:+.2f} to {high:+.2f})"
+        decision = "helps" if high < 0 else "hurts" if low > 0 else "open"
+    if claim.decision:
+        decision += f"; {claim.decision}"
+    return claim.name, hypothesis, setting, str(found.num_seeds), difference, decision
