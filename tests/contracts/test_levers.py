@@ -95,6 +95,9 @@ def train_pack_score(
     names: tuple[str, ...], data_for: Callable[[Recipe], Path], path: Path, runtime: Runtime
 ) -> None:
     short = ["train.budget_steps=2", "train.num_micro_batches=1", "train.micro_batch_tokens=256"]
+    if {lever_module(lever_of(name)).STAGE for name in names} <= {"data", "infer"}:
+        # The other levers may name layers.
+        short.append("model.num_layers=3")
     levers = stack_with(*names).levers
     recipe = dataclasses.replace(load_recipe("cpu", short), levers=levers)
     data = data_for(recipe)

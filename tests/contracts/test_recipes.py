@@ -37,6 +37,9 @@ NUM_PARAMETERS = {
     "pr1219": 30_125_660,
 }
 STEPS = 8
+# Every weight moves and the loss falls with little text, too.
+SMALL = ["train.num_micro_batches=1", "train.micro_batch_tokens=512"]
+SMALL += ["quant.calibration_batches=2", "quant.calibration_batch_tokens=512"]
 
 
 @pytest.mark.parametrize("name", list(list_recipes()))
@@ -73,7 +76,7 @@ def trained(
     """A finished trainer at cpu size, calls by lever, and the weights it began with."""
     # Without decay, so that only a gradient can move a weight.
     decays = [f"train.{group}_decay=0" for group in ("matrix", "embed", "scalar")]
-    overrides = [f"train.budget_steps={STEPS}", *decays]
+    overrides = [f"train.budget_steps={STEPS}", *decays, *SMALL]
     if "window" in load_recipe(request.param).levers:
         overrides.append("levers.window.size=32")
     recipe = resolve_levers(load_recipe(f"{request.param}+cpu", overrides))

@@ -83,10 +83,25 @@ def test_a_lever_scores_the_demo(name: str, demo: Demo, plain: dict[str, Any]) -
 ADAPTERS = ("adapt_scales", "adapt_bias", "ttt_e2e", "stream_sgd")
 
 
-@pytest.mark.parametrize("windows", [("--stride", 32), ("--stride", 32, "--flat")], ids=len)
+@pytest.fixture(scope="module", params=[("--stride", 32), ("--stride", 32, "--flat")], ids=len)
+def windows(request: pytest.FixtureRequest) -> tuple[object, ...]:
+    chosen: tuple[object, ...] = request.param
+    return chosen
+
+
+@pytest.fixture(scope="module")
+def still(demo: Demo, windows: tuple[object, ...]) -> dict[str, Any]:
+    """A score of windows without any adapter."""
+    return demo.score(*windows)
+
+
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_an_adapter_learns_chunks_of_windows(
-    name: str, windows: tuple[object, ...], demo: Demo, plain: dict[str, Any]
+    name: str,
+    windows: tuple[object, ...],
+    demo: Demo,
+    plain: dict[str, Any],
+    still: dict[str, Any],
 ) -> None:
     assert set(ADAPTERS) == {
         name
@@ -95,7 +110,7 @@ def test_an_adapter_learns_chunks_of_windows(
             plug_levers(load_recipe("demo", [f"levers.{name}=true"]), "infer")[name], "foresee"
         )
     }
-    printed, still = demo.score("--with", name, *windows), demo.score(*windows)
+    printed = demo.score("--with", name, *windows)
     assert is_whole(demo, printed, plain) and is_whole(demo, still, plain)
     assert printed["bits"] != still["bits"]
 

@@ -70,9 +70,10 @@ def test_recipes() -> None:
 
 
 def test_the_whole_road(corpus_file: Path, tmp_path: Path) -> None:
-    data, folder = tmp_path / "data", tmp_path / "run"
+    data, folder, texts = tmp_path / "data", tmp_path / "run", tmp_path / "docs.jsonl"
+    texts.write_text("".join(corpus_file.read_text().splitlines(True)[:40]))
     sizes = ("--recipe", "baseline+cpu")
-    assert run_json("data", "build", corpus_file, "--out", data, *sizes)["format"] == 2
+    assert run_json("data", "build", texts, "--out", data, *sizes)["format"] == 2
     assert "val" in run_json("data", "inspect", data)
     sets = ("train.budget_steps=6", "model.num_layers=2", "levers.adapt_scales=true")
     steps = [word for value in sets for word in ("--set", value)]
