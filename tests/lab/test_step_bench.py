@@ -65,11 +65,12 @@ def plain(*overrides: str, **fields: Any) -> Variant:
 
 
 @pytest.fixture
-def candidate(tmp_path: Path) -> Callable[[str], Path]:
-    def write(text: str) -> Path:
-        path = tmp_path / f"made_up_{abs(hash(text))}.py"
-        path.write_text(text)
-        return path
+def candidate(tmp_path: Path) -> Callable[..., tuple[Path, ...]]:
+    def write(*texts: str) -> tuple[Path, ...]:
+        paths = [tmp_path / f"made_up_{abs(hash(text))}.py" for text in texts]
+        for path, text in zip(paths, texts, strict=True):
+            path.write_text(text)
+        return tuple(paths)
 
     return write
 
@@ -79,9 +80,9 @@ def measure(*sides: TrainingStep) -> StepResult:
 
 
 def test_a_candidate_that_computes_the_same_is_timed(
-    candidate: Callable[[str], Path], tmp_path: Path
+    candidate: Callable[..., tuple[Path, ...]], tmp_path: Path
 ) -> None:
-    a, b = sides_of(plain(), plain(candidate=candidate(HARMLESS)), compiled=True)
+    a, b = sides_of(plain(), plain(candidates=candidate(HARMLESS)), compiled=True)
     before = {name: weight.clone() for name, weight in a.model.state_dict().items()}
     result = measure(a, b)
     assert result.check["same_function"] and result.num_graphs > 0 and result.processes == 1
@@ -102,18 +103,18 @@ def test_a_candidate_that_computes_the_same_is_timed(
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(("text", "words"), [(WRONG, "not the same function"), (LAZY, "mlp.up")])
 def test_a_candidate_that_computes_something_else_is_not_timed(
-    candidate: Callable[[str], Path], text: str, words: str, compiled: bool
+    candidate: Callable[..., tuple[Path, ...]], text: str, words: str, compiled: bool
 ) -> None:
-    a, b = sides_of(plain(), plain(candidate=candidate(text)), compiled=compiled)
+    a, b = sides_of(plain(), plain(candidates=candidate(text)), compiled=compiled)
     with pytest.raises(BenchError, match=words):
         measure(a, b)
 
 
 def test_a_wrong_step_is_refused_as_a_and_as_another_function(
-    candidate: Callable[[str], Path],
+    candidate: Callable[..., tuple[Path, ...]],
 ) -> None:
     wrong = candidate(HARMLESS.replace("h * h", "3.0 * h * h"))
-    a, b = sides_of(plain(candidate=wrong), plain("train.matrix_lr=0.5", candidate=wrong))
+    a, b = sides_of(plain(candidates=wrong), plain("train.matrix_lr=0.5", candidates=wrong))
     with pytest.raises(BenchError, match="A is wrong"):
         measure(a, b)
     [right] = sides_of(plain())
@@ -122,11 +123,23 @@ def test_a_wrong_step_is_refused_as_a_and_as_another_function(
         measure(right, b)
 
 
-def test_sides_of_one_mode_share_their_graphs(candidate: Callable[[str], Path]) -> None:
+def test_sides_of_one_mode_share_their_graphs(candidate: Callable[..., tuple[Path, ...]]) -> None:
     text = HARMLESS.replace("network.blocks", "network.blocks[:1]")
     twice = sides_of(plain(), plain(), compiled=True)
-    other = sides_of(plain(), plain(candidate=candidate(text)), compiled=True)
+    other = sides_of(plain(), plain(candidates=candidate(text)), compiled=True)
     assert step_bench.num_graphs(*other) == step_bench.num_graphs(*twice) + 1
+
+
+def test_candidates_add_up_and_only_one_has_the_loss(
+    candidate: Callable[..., tuple[Path, ...]],
+) -> None:
+    half = "def apply(network, recipe):\n    pass\n\ndef loss(network, stream, *rest):\n"
+    half += "    return 0.5 * network.finish(stream).square().mean()\n"
+    a, b = sides_of(plain(), plain(candidates=candidate(HARMLESS, half)))
+    assert b.loss is not a.loss
+    assert [block.mlp.forward.__name__ for block in b.model.blocks] == ["_forward"] * 2
+    with pytest.raises(BenchError, match="2 candidates have a loss"):
+        sides_of(plain(candidates=candidate(half, half + "# another\n")))
 
 
 def test_progress_sets_loops_and_context() -> None:
@@ -155,13 +168,13 @@ def test_the_exact_gradients_are_those_of_the_whole_batch() -> None:
 def test_options_are_for_both_sides_or_for_one() -> None:
     options = {
         "overrides": ["a.b=1", "B=c.d=A=2"],
-        "candidate": ["B=x/y.py"],
+        "candidates": ["B=x/y.py", "B=z.py"],
         "attention": ["sdpa"],
     }
     a, b = read_variants(["one", "two"], options)
     assert a == Variant("one", ("a.b=1",), attention="sdpa")
-    assert b == Variant("two", ("a.b=1", "c.d=A=2"), Path("x/y.py"), "sdpa")
-    assert a.label(b) == "one" and b.label(a) == "two + c.d=A=2 + y"
+    assert b == Variant("two", ("a.b=1", "c.d=A=2"), (Path("x/y.py"), Path("z.py")), "sdpa")
+    assert a.label(b) == "one" and b.label(a) == "two + c.d=A=2 + y + z"
     with pytest.raises(BenchError, match="1 recipes were named"):
         read_variants(["one"], {})
 

@@ -47,3 +47,18 @@ def test_shapes_alone_need_no_numbers() -> None:
         weight = torch.empty(shape, device="meta")
         orthogonal_(weight)
         assert weight.is_meta and weight.shape == shape
+
+
+def test_a_matrix_that_is_almost_singular_still_gives_a_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def two_equal_columns(tensor: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(0)
+        tensor.copy_(torch.randn(tensor.shape))
+        tensor[:, 1] = tensor[:, 0]
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "normal_", two_equal_columns)
+    weight = torch.empty(12, 12)
+    orthogonal_(weight)
+    torch.testing.assert_close(weight @ weight.T, torch.eye(12), rtol=0, atol=1e-6)

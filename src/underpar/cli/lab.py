@@ -54,7 +54,7 @@ def bench(
     ] = None,
     candidate: Annotated[
         list[str] | None,
-        typer.Option(help="A file with faster parts: B=FILE (see underpar/lab/candidates.py)."),
+        typer.Option(help="A file with faster parts, may be repeated: B=FILE (lab/candidates.py)."),
     ] = None,
     attention: Annotated[
         list[str] | None, typer.Option(help="A backend of attention: flash, or B=flash.")
@@ -103,7 +103,7 @@ def bench(
     progress, settings = open_progress(json), (quads, block_seconds, warmup_seconds)
     options = {
         "overrides": set_ or [],
-        "candidate": candidate or [],
+        "candidates": candidate or [],
         "attention": attention or [],
         "compiled": compile_ or [],
     }

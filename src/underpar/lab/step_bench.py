@@ -31,6 +31,7 @@ from underpar.build.model import build_model
 from underpar.build.recipe import load_checked
 from underpar.compile.modes import sharing_in
 from underpar.compile.regions import CompiledRun, Sharing, TracedRun
+from underpar.compile.startup import end_warm_up, warm_compiler
 from underpar.core.progress import SILENT, Progress
 from underpar.core.runtime import Runtime, seed_everything
 from underpar.data.batch import Batch, Segments
@@ -38,6 +39,7 @@ from underpar.data.loader import MicroBatch
 from underpar.data.made_up import made_up_batch
 from underpar.errors import BenchError
 from underpar.kernels.attention import backend_of, set_backend
+from underpar.kernels.attention.grids import SDPA
 from underpar.lab.bench import Bench, BenchResult, Instruments, run_bench
 from underpar.lab.candidates import AS_IT_IS, load_candidate
 from underpar.lab.clocks import clock_log
@@ -69,14 +71,14 @@ class Variant:
 
     recipe: str
     overrides: tuple[str, ...] = ()
-    candidate: Path | None = None
+    candidates: tuple[Path, ...] = ()
     attention: str = "auto"
     compiled: str = "default"
 
     def words(self) -> list[str]:
         """What is special about it, in a few words each."""
         words = [*self.overrides]
-        words += [self.candidate.stem] if self.candidate else []
+        words += [candidate.stem for candidate in self.candidates]
         words += [f"attention {self.attention}"] if self.attention != "auto" else []
         words += [f"compile {self.compiled}"] if self.compiled != "default" else []
         return words
@@ -105,11 +107,10 @@ def _read_variant(letter: str, name: str, options: Mapping[str, Sequence[str]]) 
         for field, texts in options.items()
     }
     overrides = tuple(mine.pop("overrides", ()))
-    # The last one counts.
-    last: dict[str, Any] = {field: texts[-1] for field, texts in mine.items() if texts}
-    if "candidate" in last:
-        last["candidate"] = Path(last["candidate"])
-    return Variant(name, overrides, **last)
+    candidates = tuple(map(Path, mine.pop("candidates", ())))
+    # Of the others the last one counts.
+    last = {field: texts[-1] for field, texts in mine.items() if texts}
+    return Variant(name, overrides, candidates, **last)
 
 
 def _is_for(letter: str, text: str) -> bool:
@@ -130,12 +131,18 @@ class TrainingStep:
     ) -> None:
         """`at`: progress of training; `batches`: the micro-batches of some steps."""
         self.variant, self.recipe, self.runtime, self.at = variant, recipe, runtime, at
-        self.candidate = load_candidate(variant.candidate) if variant.candidate else AS_IT_IS
-        self.candidate.check(runtime.device)
+        candidates = [load_candidate(path) for path in variant.candidates]
+        for candidate in candidates:
+            candidate.check(runtime.device)
         self.model = random_network(recipe, runtime)
-        self.candidate.apply(self.model, recipe)
         self.optimizer = Optimizer(self.model, recipe.train, runtime)
-        self.candidate.apply_optimizer(self.optimizer, recipe)
+        for candidate in candidates:
+            candidate.apply(self.model, recipe)
+            candidate.apply_optimizer(self.optimizer, recipe)
+        losses = [c.loss for c in candidates if c.loss is not AS_IT_IS.loss]
+        if len(losses) > 1:
+            raise BenchError(f"{len(losses)} candidates have a loss; name one of them")
+        self.loss = losses[0] if losses else AS_IT_IS.loss
         levers = plug_levers(recipe, "train").values()
         self.averagers = [lever for lever in levers if hasattr(lever, "average")]
         for averager in self.averagers:
@@ -168,7 +175,7 @@ class TrainingStep:
             "recipe": self.variant.recipe,
             "overrides": list(self.variant.overrides),
             "recipe_hash": self.recipe.hash,
-            "candidate": str(self.variant.candidate or ""),
+            "candidates": [str(path) for path in self.variant.candidates],
             "attention": backend_of(runtime.device, runtime.dtype),
             "compiled": self.variant.compiled if self.sharing else "off",
             "step_tokens": self.step_tokens,
@@ -227,7 +234,7 @@ class TrainingStep:
         self.prepare()
         batch = self.batches[0]
         with self.run.trace_only(), products(self.runtime.device, self.runtime.dtype):
-            mean_loss(self.model, batch, self.run, loss_of=self.candidate.loss)
+            mean_loss(self.model, batch, self.run, loss_of=self.loss)
 
     def gradients(self) -> dict[str, Tensor]:
         """The loss of the first micro-batch, and its gradients by name; no step is taken."""
@@ -237,7 +244,7 @@ class TrainingStep:
 
     def _accumulate(self, batches: Iterator[Batch], num: int) -> Tensor:
         parts = (self.model, batches, num, self.runtime, self.run)
-        return accumulate(*parts, loss_of=self.candidate.loss)
+        return accumulate(*parts, loss_of=self.loss)
 
 
 def random_network(recipe: Recipe, runtime: Runtime) -> GPT:
@@ -273,12 +280,20 @@ def made_up_steps(recipe: Recipe, at: float, runtime: Runtime) -> list[Batch]:
 
 
 def open_sides(
-    variants: Sequence[Variant], at: float, runtime: Runtime, progress: Progress = SILENT
+    variants: Sequence[Variant],
+    at: float,
+    runtime: Runtime,
+    progress: Progress = SILENT,
+    sharings: dict[str, Sharing] | None = None,
 ) -> list[TrainingStep]:
-    """All sides, compiled; sides in the same mode share the graphs that are equal."""
+    """All sides, compiled; sides in the same mode share the graphs that are equal.
+
+    `sharings`: compilers by mode, of sides that were opened earlier.
+    """
     if not 0 <= at <= 1:
         raise BenchError(f"progress of training is {at}; use 0 to 1")
-    sharings: dict[str, Sharing] = {}
+    warm_compiler(runtime)
+    sharings = {} if sharings is None else sharings
     batches: dict[object, list[Batch]] = {}
     sides = []
     for variant in variants:
@@ -298,19 +313,23 @@ def open_sides(
         for number, side in enumerate(sides):
             side.gradients()
             task.update(len(sides) + number + 1)
+    end_warm_up()
     return sides
 
 
 def exact_gradients(side: TrainingStep) -> dict[str, Tensor]:
     """Loss and gradients of the first micro-batch by the network as it is, in fp32.
 
-    They are computed document by document, or nearly, because fp32 needs more memory.
+    They are computed some documents at a time, because fp32 needs more memory.
     """
-    plain = build_model(side.recipe).to(side.runtime.device).train()
+    device = side.runtime.device
+    set_backend(SDPA.name, device, torch.float32)
+    seed_everything(side.recipe.train.seed)
+    plain = build_model(side.recipe).to(device).train()
     plain.load_state_dict(side.model.state_dict())
     plain.set_progress(side.at)
     batch = side.batches[0]
-    total = torch.zeros((), device=side.runtime.device)
+    total = torch.zeros((), device=device)
     for part in cut(batch, EXACT_TOKENS):
         loss = mean_loss(plain, part) * (len(part.inputs) / len(batch.inputs))
         loss.backward()

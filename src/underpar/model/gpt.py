@@ -305,8 +305,13 @@ def orthogonal_(weight: Tensor) -> None:
     """
     a = torch.empty_like(weight).normal_().double()
     a = a.T if a.size(0) < a.size(1) else a
-    r = torch.linalg.cholesky(a.T @ a, upper=True)
-    q = torch.linalg.solve_triangular(r, a, upper=True, left=False)
+    r = torch.linalg.cholesky_ex(a.T @ a, upper=True)[0]
+    sizes = r.diagonal()
+    if weight.is_meta or sizes.min() > 1e-6 * sizes.max():
+        q = torch.linalg.solve_triangular(r, a, upper=True, left=False)
+    else:
+        # One square matrix in many thousands is too near to a singular one.
+        q = torch.linalg.qr(a)[0]
     weight.copy_(q.T if q.shape != weight.shape else q)
 
 
