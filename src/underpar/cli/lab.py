@@ -23,6 +23,7 @@ from underpar.cli.options import (
     choose_attention,
     takes_words,
 )
+from underpar.errors import BenchError
 
 lab_app = typer.Typer(
     help="Measurements behind the claims: parity, quantization, scoring, attention, seeds.",
@@ -38,7 +39,10 @@ def bench(
     name: Annotated[str, typer.Argument(help="A benchmark, or 'list'.")] = "list",
     sides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[RECIPE]...", help="Two for 'step', one for 'roofline'."),
+        typer.Argument(
+            metavar="[RECIPE]...",
+            help="Two for 'step', one for 'roofline'; an artifact and texts for 'codec'.",
+        ),
     ] = None,
     quads: Annotated[int, typer.Option(help="Rounds of A B B A; an even number.")] = 12,
     block_seconds: Annotated[float, typer.Option(help="Shortest timed block, in seconds.")] = 2.0,
@@ -67,7 +71,7 @@ def bench(
         float, typer.Option(help="Progress of training, 0 to 1: sets loops and context.")
     ] = 0.0,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for bench.json, bench.md and bench.svg.")
+        Path | None, typer.Option(help="Folder for the result as JSON, Markdown and SVG.")
     ] = None,
     device: Device = "auto",
     json: Json = False,
@@ -84,10 +88,12 @@ def bench(
     underpar bench step h200-300s h200-300s --set B=levers.lanes=false
     underpar bench roofline h200-300s --out roof
     underpar bench ceilings
+    underpar bench codec runs/mine/model.upar news.txt novel.txt --out codec
 
     The control times a variant against itself. If it shows a difference, there is no result.
     'step' times training steps and refuses sides whose gradients are wrong; 'roofline' says which
-    kernels a step spends its time in, and what bounds them (docs/benchmarking.md).
+    kernels a step spends its time in, and what bounds them (docs/benchmarking.md). 'codec' holds
+    compressed files of an artifact against those of xz, bzip2, zstd, brotli, PPMd and zpaq.
     """
     from underpar.core.runtime import open_runtime
     from underpar.lab.bench import run_bench
@@ -108,6 +114,10 @@ def bench(
         "compiled": compile_ or [],
     }
     details: dict[str, Any] = {}
+    if name == "codec":
+        refuse_options(name, options)
+        _bench_codec([Path(side) for side in sides or ()], out, device, json)
+        return
     if name == "ceilings":
         refuse_options(name, {"sides": sides or [], **options})
         found = measure_ceilings(open_runtime(device))
@@ -136,6 +146,27 @@ def bench(
         show_json(result.as_dict() | details)
         return
     show_result(sentence_of(result), rows_of(result, details))
+
+
+def _bench_codec(paths: list[Path], out: Path | None, device: str, json: bool) -> None:
+    from underpar.core.run_folder import artifact_at
+    from underpar.core.runtime import open_runtime
+    from underpar.lab import codec_table
+
+    if len(paths) < 2:
+        raise BenchError("name an artifact and texts: underpar bench codec ARTIFACT TEXT...")
+    artifact, *texts = paths
+    progress = open_progress(json)
+    record = codec_table.measure(artifact_at(artifact), texts, open_runtime(device), progress)
+    if out is not None:
+        codec_table.write_results(record, out)
+    if json:
+        show_json(record)
+        return
+    show_result(codec_table.sentence_of(record), codec_table.rows_of(record))
+    for text in record["texts"]:
+        title = f"{text['name']}, {text['bytes']:,} bytes"
+        show_table(title, codec_table.COLUMNS, codec_table.cells_of(text))
 
 
 @app.command()

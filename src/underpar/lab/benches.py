@@ -133,6 +133,8 @@ BENCHES: dict[str, Callable[[Runtime], Bench]] = {
 }
 # These read a corpus file, by default the embedded corpus.
 DATA_BENCHES: dict[str, Callable[[Path | None], Bench]] = {"data": data, "data_cores": data_cores}
+# This one takes an artifact and texts: `lab/codec_table.py` has it.
+OF_FILES = {"codec": "Compressed files of an artifact beside those of xz, zstd, PPMd and others."}
 # These take recipes: `lab/step_bench.py` and `lab/roofline.py` have them.
 OF_RECIPES = {
     "step": "Training steps of two recipes, candidates, compile modes or backends of attention.",
@@ -145,7 +147,7 @@ def describe_benches() -> dict[str, str]:
     """Name -> description of every benchmark."""
     table: dict[str, Callable[..., Bench]] = {**BENCHES, **DATA_BENCHES}
     docs = {name: (make.__doc__ or "").strip() for name, make in table.items()}
-    return dict(sorted((docs | OF_RECIPES).items()))
+    return dict(sorted((docs | OF_RECIPES | OF_FILES).items()))
 
 
 def refuse_options(name: str, options: Mapping[str, Sequence[str]]) -> None:

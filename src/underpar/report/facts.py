@@ -117,15 +117,21 @@ class Comparison:
 
     @property
     def break_even_bytes(self) -> int | None:
-        """Bytes of text from which artifact plus compressed text are smaller than xz's file.
+        """Bytes of text from which artifact plus compressed text are smaller than xz's file."""
+        return break_even(self.text_bytes, self.bits, self.xz_bytes, self.artifact_bytes)
 
-        Both rates are taken as constant. None if the model does not compress better than xz.
-        """
-        saved_bits = 8 * self.xz_bytes - self.bits
-        # The comparison is also false for NaN.
-        if not 0 < saved_bits < math.inf:
-            return None
-        return math.floor(8 * self.artifact_bytes * self.text_bytes / Fraction(saved_bits)) + 1
+
+def break_even(text_bytes: int, bits: float, other_bytes: int, artifact_bytes: int) -> int | None:
+    """Bytes of text from which artifact plus compressed text are smaller than another's file.
+
+    `bits` and `other_bytes` are of the same `text_bytes`. Both rates are taken as constant. None if
+    the model does not compress better than the other.
+    """
+    saved_bits = 8 * other_bytes - bits
+    # The comparison is also false for NaN.
+    if not 0 < saved_bits < math.inf:
+        return None
+    return math.floor(8 * artifact_bytes * text_bytes / Fraction(saved_bits)) + 1
 
 
 @dataclass(frozen=True)
