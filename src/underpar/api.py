@@ -21,6 +21,7 @@ from underpar.artifact.budget import Budget
 from underpar.artifact.unpack import Artifact
 from underpar.audit.case import Limits
 from underpar.audit.finding import STRICT
+from underpar.build.adaptation import open_adaptation
 from underpar.build.artifact import build_tokenizer, read_artifact
 from underpar.build.model import build_predictor
 from underpar.build.recipe import load_checked, quant_part
@@ -241,8 +242,9 @@ class Model:
         """Read and check an artifact file."""
         artifact, identity = read_artifact(path)
         runtime = open_runtime(device)
-        predictor = build_predictor(artifact, runtime.device)
-        return Model(artifact, Codec(predictor, build_tokenizer(artifact), identity), runtime)
+        predictor, tokenizer = build_predictor(artifact, runtime.device), build_tokenizer(artifact)
+        codec = Codec(predictor, tokenizer, identity, lambda: open_adaptation(artifact, runtime))
+        return Model(artifact, codec, runtime)
 
     def __repr__(self) -> str:
         spec = self.recipe.model
@@ -297,7 +299,10 @@ class Model:
             )
         # Files of the two models must not be taken for each other's.
         identity = hashlib.sha256((self.codec.identity + reader.state_hash()).encode()).hexdigest()
-        return replace(self, codec=replace(self.codec, predictor=reader, identity=identity))
+        return replace(
+            self,
+            codec=replace(self.codec, predictor=reader, identity=identity, open_adaptation=None),
+        )
 
     def score(self, texts: Text | Iterable[Text], adapt: bool = False) -> Score:
         """Bits of one text or of many; `.bpb` is bits per byte, `.entries` has one entry per text.
@@ -366,9 +371,12 @@ class Model:
             )
         )
 
-    def compress(self, data: Text) -> bytes:
-        """Compress any bytes, or a `str` as UTF-8; text gets smaller."""
-        return self.codec.compress(_raw(data))
+    def compress(self, data: Text, adapt: bool = False) -> bytes:
+        """Compress any bytes, or a `str` as UTF-8; text gets smaller.
+
+        With `adapt` the adapters of the recipe learn what was coded, as in `score`.
+        """
+        return self.codec.compress(_raw(data), adapt=adapt)
 
     def decompress(self, data: bytes, any_machine: bool = False) -> bytes:
         """The bytes that `compress` was given.

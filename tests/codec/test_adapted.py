@@ -11,6 +11,7 @@ from lane_runs import ALONE, RICH, SETTINGS, SHARD, VOCAB, Run, make_shard
 from lever_stacks import CPU, randomized
 from underpar.codec import adapted
 from underpar.codec.adapted import Adaptation, decode_adapted, encode_adapted
+from underpar.codec.lanes import Bound
 from underpar.data.shards import Shard
 from underpar.errors import CodecError
 from underpar.infer.predictor import Predictor
@@ -49,7 +50,9 @@ def test_documents_come_back(changes: dict[str, Any], phases: Any) -> None:
     how = adaptation(replace(SETTINGS, **changes), phases)
     documents = bodies(SHARD)
     payload = encode_adapted(how, documents)
-    assert decode_adapted(how, payload, len(documents), MOST) == [d.tolist() for d in documents]
+    assert decode_adapted(how, payload, len(documents), Bound(MOST)) == [
+        d.tolist() for d in documents
+    ]
 
 
 @WAYS
@@ -88,7 +91,7 @@ def test_a_stream_that_goes_on_is_refused() -> None:
     documents = bodies(SHARD)
     payload = encode_adapted(adaptation(), documents)
     with pytest.raises(CodecError, match="more text than its header"):
-        decode_adapted(adaptation(), payload, len(documents), max_tokens=40)
+        decode_adapted(adaptation(), payload, len(documents), Bound(40))
 
 
 def test_other_settings_give_other_tokens() -> None:
@@ -96,4 +99,4 @@ def test_other_settings_give_other_tokens() -> None:
     payload = encode_adapted(adaptation(), documents)
     other = adaptation(replace(SETTINGS, lr=0.02))
     with contextlib.suppress(CodecError):
-        assert decode_adapted(other, payload, len(documents), MOST) != documents
+        assert decode_adapted(other, payload, len(documents), Bound(MOST)) != documents

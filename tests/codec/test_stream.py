@@ -16,7 +16,7 @@ from tiny import TinyRun
 from trained import TRANSFORM_NAMES, any_bytes, lossless
 from underpar.codec import stream
 from underpar.codec.frame import ADAPTED, EXACT, PLAIN, STORED, Frame, Header, read_frame
-from underpar.codec.lanes import decode_documents, encode_documents
+from underpar.codec.lanes import Bound, decode_documents, encode_documents
 from underpar.codec.stream import Codec, code_documents
 from underpar.core.runtime import Runtime
 from underpar.data.folder import load_data
@@ -100,7 +100,7 @@ def test_any_number_of_lanes_and_documents(codec: Codec, num_lanes: int) -> None
     documents = [codec.tokenizer.encode(TEXT[:n].encode()) for n in (30, 1, 200, 5, 77)]
     documents.append(np.empty(0, dtype=np.int64))
     payload = encode_documents(codec.predictor, documents, num_lanes)
-    decoded = decode_documents(codec.predictor, payload, len(documents), num_lanes, 10_000)
+    decoded = decode_documents(codec.predictor, payload, len(documents), num_lanes, Bound(10_000))
     assert decoded == [d.tolist() for d in documents]
 
 

@@ -9,6 +9,8 @@ NEW_OPTIONS: dict[str, set[str]] = {
     "": {"debug", "version"},
     "recipe show": {"forward", "against_published"},
     "pack": {"for_submission"},
+    "compress": {"adapt", "index", "split", "verify"},
+    "decompress": {"document"},
     "bench": {"at", "attention", "candidate", "compile_", "out", "set_", "sides"},
     "audit": {
         "cap",

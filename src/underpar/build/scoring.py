@@ -93,7 +93,7 @@ def open_method(
         method = replace(method, stride=part.stride, flat=part.flat, order=part.order)
     elif (part.stride, part.flat, part.order) != (0, False, STREAM):
         raise RuleError("score.stride, flat and order are set with --stride, --flat and --order")
-    _check(method, _levers_of(method, resolved), resolved.model.context)
+    _check(method, levers_of(method, resolved), resolved.model.context)
     _require_packed(method, resolved, recipe)
     return method, resolved
 
@@ -121,7 +121,8 @@ def _is_about(method: Method, override: Tree) -> bool:
     return all(name in method.levers and table is not False for name, table in levers.items())
 
 
-def _levers_of(method: Method, recipe: Recipe) -> dict[str, Any]:
+def levers_of(method: Method, recipe: Recipe) -> dict[str, Any]:
+    """The levers of a method by name, with the settings that the recipe has."""
     plugged = plug_levers(recipe, "infer")
     return {name: lever for name, lever in plugged.items() if name in method.levers}
 
@@ -129,7 +130,7 @@ def _levers_of(method: Method, recipe: Recipe) -> dict[str, Any]:
 def run_method(artifact: Artifact, shard: Shard, request: ScoringRequest) -> Score:
     """Score a shard; the artifact's recipe has the method's levers (`open_method`)."""
     method, runtime, clock = request.method, request.runtime, request.clock
-    levers = _levers_of(method, artifact.recipe)
+    levers = levers_of(method, artifact.recipe)
     _check(method, levers, artifact.recipe.model.context)
     adapters = having(levers, "parameters")
     lora = having(levers, "lora")
@@ -163,7 +164,7 @@ def how_of(method: Method, recipe: Recipe, runtime: Runtime) -> dict[str, Any]:
     """The method with all of its settings, as a score file records them."""
     return {
         **method.as_dict(),
-        "settings": {name: recipe.levers[name] for name in _levers_of(method, recipe)},
+        "settings": {name: recipe.levers[name] for name in levers_of(method, recipe)},
         "score": to_tree(recipe)["score"],
         "products": str(runtime.dtype),
     }
@@ -196,7 +197,7 @@ def _check(method: Method, levers: Mapping[str, Any], context: int) -> None:
 def _require_packed(method: Method, asked: Recipe, packed_recipe: Recipe) -> None:
     """Refuse fitted numbers that are not in the artifact, because its bytes must hold them."""
     packed = plug_levers(packed_recipe, "infer")
-    for name, lever in _levers_of(method, asked).items():
+    for name, lever in levers_of(method, asked).items():
         if not hasattr(lever, "classes"):
             continue
         if name not in packed or packed[name].settings != lever.settings:
@@ -208,7 +209,7 @@ def _require_packed(method: Method, asked: Recipe, packed_recipe: Recipe) -> Non
 
 def mixture_of(score: Score, artifact: Artifact) -> Mixture:
     """The experts of a score's method, with the settings of that score."""
-    return _mix(_levers_of(*method_of(score, artifact.recipe)), artifact)
+    return _mix(levers_of(*method_of(score, artifact.recipe)), artifact)
 
 
 def _mix(levers: Mapping[str, Any], artifact: Artifact) -> Mixture:

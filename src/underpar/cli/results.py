@@ -184,7 +184,7 @@ def compared(f: Figures) -> str:
 
 
 def compressed(f: Figures, source: object, out: object) -> Result:
-    """After `underpar compress`, which has decoded the result."""
+    """After `underpar compress`."""
     raw, size, xz = f["raw_bytes"], f["compressed_bytes"], f["xz_bytes"]
     better = against_xz(size / xz)
     sentence = f"{better}: {bytes_text(raw)} became {bytes_text(size)}."
@@ -193,6 +193,8 @@ def compressed(f: Figures, source: object, out: object) -> Result:
         ("bits per byte", f"{f['bits_per_byte']:.4f}"),
         ("against the file", change_text(size / max(raw, 1))),
         ("xz -9", bytes_text(xz)),
+        ("mode", f"{f['mode']}, {f['documents']:,} documents"),
+        ("decoded as a check", "yes" if f["verified"] else "no, and the file says so"),
         ("of which header", bytes_text(f["header_bytes"])),
         ("with the model", bytes_text(f["with_artifact_bytes"])),
     ]

@@ -16,8 +16,23 @@ from underpar.cli.options import ArtifactPath, Device, Json, app
 @app.command()
 def compress(
     artifact: ArtifactPath,
-    source: Annotated[Path, typer.Argument(metavar="IN", help="Any file.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The compressed file.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="IN", help="Any file, a data folder, or - for a pipe.")
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The compressed file, or -.")],
+    adapt: Annotated[
+        bool, typer.Option("--adapt", help="Learn while coding, as 'score --adapt' does.")
+    ] = False,
+    split: Annotated[
+        str,
+        typer.Option(help=r"What stands between two documents, such as '\n\n' or '\0'."),
+    ] = "",
+    index: Annotated[
+        bool, typer.Option("--index", help="Let 'decompress --document' read one document.")
+    ] = False,
+    verify: Annotated[
+        bool, typer.Option(help="Decode the result before it is written; the file says if not.")
+    ] = True,
     device: Device = "cpu",
     json: Json = False,
 ) -> None:
@@ -25,23 +40,38 @@ def compress(
 
     \b
     underpar compress runs/mine/model.upar book.txt book.upz
+    underpar compress runs/mine data held-out.upz --adapt
 
-    Text like the training text gets the smallest. Any bytes can be compressed.
+    Text like the training text gets the smallest. Any bytes can be compressed. Of a data folder the
+    held-out documents are compressed, so that the file is their score.
     """
     from underpar.core.run_folder import artifact_at
     from underpar.core.runtime import open_runtime
     from underpar.stages import use
 
-    runtime, progress = open_runtime(device), open_progress(json)
-    summary = use.compress(artifact_at(artifact), source, out, runtime, progress)
-    results.show(json, summary, results.compressed(summary, source, out))
+    summary = use.compress(
+        artifact_at(artifact),
+        source,
+        out,
+        open_runtime(device),
+        open_progress(json),
+        adapt=adapt,
+        separator=use.separator_of(split),
+        indexed=index,
+        verify=verify,
+    )
+    if out != use.PIPE:
+        results.show(json, summary, results.compressed(summary, source, out))
 
 
 @app.command()
 def decompress(
     artifact: ArtifactPath,
-    source: Annotated[Path, typer.Argument(metavar="IN", help="A file made by 'compress'.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The file to restore.")],
+    source: Annotated[Path, typer.Argument(metavar="IN", help="A file made by 'compress', or -.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The file to restore, or -.")],
+    document: Annotated[
+        int | None, typer.Option(help="One document alone, from 0; the file needs an index.")
+    ] = None,
     any_machine: Annotated[
         bool, typer.Option(help="Try even if the file was compressed with other software.")
     ] = False,
@@ -60,8 +90,17 @@ def decompress(
     from underpar.core.runtime import open_runtime
     from underpar.stages import use
 
-    summary = use.decompress(artifact_at(artifact), source, out, open_runtime(device), any_machine)
-    results.show(json, summary, results.decompressed(summary, source, out))
+    summary = use.decompress(
+        artifact_at(artifact),
+        source,
+        out,
+        open_runtime(device),
+        any_machine,
+        open_progress(json),
+        document,
+    )
+    if out != use.PIPE:
+        results.show(json, summary, results.decompressed(summary, source, out))
 
 
 @app.command()

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -22,8 +23,9 @@ import torch
 from underpar.codec import range_coder
 from underpar.codec.lanes import (
     NUM_THREADS,
+    Bound,
     Code,
-    OnTokens,
+    OnShare,
     decode_by,
     encode_by,
     probabilities,
@@ -47,7 +49,7 @@ UNKNOWN = 1 << 62
 
 @dataclass(frozen=True)
 class Adaptation:
-    """How a predictor learns from what was coded."""
+    """How a predictor learns from what was coded: that of `underpar score --adapt`."""
 
     open_predictor: Callable[[], Predictor]
     """Builds a predictor that has learned nothing: a global phase changes its weights."""
@@ -56,6 +58,15 @@ class Adaptation:
     runtime: Runtime
     digest: str
     """Names all settings: a decoder with other settings would read other tokens."""
+
+    @cached_property
+    def predictor(self) -> Predictor:
+        """The predictor before it learns."""
+        return self.open_predictor()
+
+    def lanes_for(self, num_documents: int) -> int:
+        """Lanes that as many documents use."""
+        return min(self.settings.lanes, num_documents)
 
 
 @contextmanager
@@ -124,13 +135,7 @@ class Texts:
 class DocumentCoder(DocumentLoop):
     """One pass over documents, in either direction."""
 
-    def __init__(
-        self,
-        adaptation: Adaptation,
-        num_documents: int,
-        code: Code,
-        on_tokens: OnTokens | None = None,
-    ) -> None:
+    def __init__(self, adaptation: Adaptation, num_documents: int, code: Code) -> None:
         super().__init__(
             adaptation.open_predictor(),
             num_documents,
@@ -143,7 +148,6 @@ class DocumentCoder(DocumentLoop):
         self.texts = Texts()
         self._num_targets = [UNKNOWN] * num_documents
         self._code = code
-        self._on_tokens = on_tokens
 
     def run(self) -> None:
         """Code every document to its end."""
@@ -171,8 +175,6 @@ class DocumentCoder(DocumentLoop):
         rows = batch.rows_of(coded)
         # The prices are those of the single tokens.
         batch.price(rows, {chunk.lane: np.empty((chunk.count, 0)) for chunk in coded})
-        if self._on_tokens:
-            self._on_tokens(sum(chunk.count for chunk in coded))
         return coded
 
     def _code_tokens(self, batch: LaneBatch, rows: Sequence[Chunk]) -> None:
@@ -221,24 +223,23 @@ class DocumentCoder(DocumentLoop):
 
 
 def encode_adapted(
-    adaptation: Adaptation, documents: Sequence[np.ndarray], on_tokens: OnTokens | None = None
+    adaptation: Adaptation, documents: Sequence[np.ndarray], on_share: OnShare | None = None
 ) -> bytes:
     """`encode_by` with a predictor that learns."""
     num = len(documents)
-    return encode_by(lambda code: DocumentCoder(adaptation, num, code, on_tokens).run(), documents)
+    return encode_by(lambda code: DocumentCoder(adaptation, num, code).run(), documents, on_share)
 
 
 def decode_adapted(
     adaptation: Adaptation,
     payload: bytes,
     num_documents: int,
-    max_tokens: int,
-    on_tokens: OnTokens | None = None,
+    bound: Bound,
+    on_share: OnShare | None = None,
 ) -> list[list[int]]:
-    """What `encode_adapted` was given; a stream that runs past `max_tokens` is refused."""
-    return decode_by(
-        lambda code: DocumentCoder(adaptation, num_documents, code, on_tokens).run(),
-        payload,
-        num_documents,
-        max_tokens,
-    )
+    """What `encode_adapted` was given; a stream that holds more than its `bound` is refused."""
+
+    def run(code: Code) -> None:
+        DocumentCoder(adaptation, num_documents, code).run()
+
+    return decode_by(run, payload, num_documents, bound, on_share)

@@ -35,6 +35,7 @@ MODE_NAMES = ("stored", "plain", "adapted", "exact")
 
 # More lanes need more memory than any encoder here uses.
 MAX_LANES = 1024
+MAX_SEPARATOR_BYTES = 255
 # The most text that a byte of payload may stand for, and the most that any payload may. An encoder
 # stores text beyond that, so a header that claims more is a lie and costs no memory.
 MOST_PER_BYTE, MOST_OF_ANY = 1 << 14, 1 << 20

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -24,6 +25,9 @@ Code = Callable[[int, np.ndarray], int]
 # on_tokens(number of tokens just coded)
 OnTokens = Callable[[int], None]
 
+# Progress is told after this many tokens.
+SHOW_EVERY = 64
+
 # Tokens of two lanes in two steps; every vocabulary has these ids.
 PROBE_TOKENS = ([BOS_ID, BOS_ID], [BOS_ID + 1, BOS_ID + 2])
 
@@ -36,29 +40,17 @@ IDLE = -1
 NUM_THREADS = 1
 
 
-def drive(
-    predictor: Predictor,
-    num_documents: int,
-    num_lanes: int,
-    code: Code,
-    on_tokens: OnTokens | None = None,
-) -> None:
+def drive(predictor: Predictor, num_documents: int, num_lanes: int, code: Code) -> None:
     """Run every document through a lane; a lane that ends a document takes the next one.
 
     Idle lanes stay in the batch until half of it is idle; then they are dropped. So the shape of
     each step follows from the tokens coded before it, and both directions use the same shapes.
     """
     with threads(NUM_THREADS):
-        _drive(predictor, num_documents, num_lanes, code, on_tokens)
+        _drive(predictor, num_documents, num_lanes, code)
 
 
-def _drive(
-    predictor: Predictor,
-    num_documents: int,
-    num_lanes: int,
-    code: Code,
-    on_tokens: OnTokens | None,
-) -> None:
+def _drive(predictor: Predictor, num_documents: int, num_lanes: int, code: Code) -> None:
     stepper = predictor.stepper(num_lanes)
     documents = [lane if lane < num_documents else IDLE for lane in range(num_lanes)]
     waiting = iter(range(num_lanes, num_documents))
@@ -75,8 +67,6 @@ def _drive(
             if tokens[lane] == BOS_ID:
                 documents[lane] = next(waiting, IDLE)
         stepper.reset(torch.from_numpy(tokens == BOS_ID).to(predictor.device))
-        if on_tokens:
-            on_tokens(len(active))
 
 
 def hash_step(predictor: Predictor) -> str:
@@ -104,37 +94,64 @@ def probabilities(log_probs: torch.Tensor) -> np.ndarray:
 
 # drive(code): run every document, each token by `code`.
 Drive = Callable[[Code], None]
+# on_share(share of the work that is done)
+OnShare = Callable[[float], None]
 
 
-def encode_by(drive: Drive, documents: Sequence[np.ndarray]) -> bytes:
+@dataclass(frozen=True)
+class Bound:
+    """The most that a stream may hold, as its header says: tokens, each counted by its size."""
+
+    most: int
+    # By token; None: 1 each.
+    sizes: np.ndarray | None = None
+
+
+def encode_by(
+    drive: Drive, documents: Sequence[np.ndarray], on_share: OnShare | None = None
+) -> bytes:
     """Range-coded tokens of the documents (without their BOS), each with a BOS as its end."""
     coder = range_coder.Encoder()
     queues = [iter([*doc.tolist(), BOS_ID]) for doc in documents]
+    total, done = sum(len(doc) + 1 for doc in documents), 0
 
     def code(document: int, freqs: np.ndarray) -> int:
+        nonlocal done
         token = int(next(queues[document]))
         coder.encode(*range_coder.interval(freqs, token))
+        done += 1
+        if on_share and done % SHOW_EVERY == 0:
+            on_share(done / total)
         return token
 
     drive(code)
     return coder.finish()
 
 
-def decode_by(drive: Drive, payload: bytes, num_documents: int, max_tokens: int) -> list[list[int]]:
-    """What `encode_by` was given; a stream that runs past `max_tokens` is refused."""
+def decode_by(
+    drive: Drive,
+    payload: bytes,
+    num_documents: int,
+    bound: Bound,
+    on_share: OnShare | None = None,
+) -> list[list[int]]:
+    """What `encode_by` was given; a stream that holds more than its `bound` is refused."""
     coder = range_coder.Decoder(payload)
     documents: list[list[int]] = [[] for _ in range(num_documents)]
-    left = max_tokens + num_documents
+    done, left = 0, bound.most + num_documents
 
     def code(document: int, freqs: np.ndarray) -> int:
-        nonlocal left
+        nonlocal done, left
         token, start, freq = range_coder.locate(freqs, coder.target())
         coder.advance(start, freq)
-        left -= 1
+        left -= 1 if bound.sizes is None else int(bound.sizes[token])
         if left < 0:
             raise CodecError("compressed stream holds more text than its header says: damaged")
         if token != BOS_ID:
             documents[document].append(token)
+        done += 1
+        if on_share and done % SHOW_EVERY == 0:
+            on_share(coder.share)
         return token
 
     drive(code)
@@ -146,11 +163,11 @@ def encode_documents(
     predictor: Predictor,
     documents: Sequence[np.ndarray],
     num_lanes: int,
-    on_tokens: OnTokens | None = None,
+    on_share: OnShare | None = None,
 ) -> bytes:
     """`encode_by` with a predictor that does not learn."""
     num = len(documents)
-    return encode_by(lambda code: drive(predictor, num, num_lanes, code, on_tokens), documents)
+    return encode_by(lambda code: drive(predictor, num, num_lanes, code), documents, on_share)
 
 
 def decode_documents(
@@ -158,13 +175,12 @@ def decode_documents(
     payload: bytes,
     num_documents: int,
     num_lanes: int,
-    max_tokens: int,
-    on_tokens: OnTokens | None = None,
+    bound: Bound,
+    on_share: OnShare | None = None,
 ) -> list[list[int]]:
-    """What `encode_documents` was given; a stream that runs past `max_tokens` is refused."""
-    return decode_by(
-        lambda code: drive(predictor, num_documents, num_lanes, code, on_tokens),
-        payload,
-        num_documents,
-        max_tokens,
-    )
+    """What `encode_documents` was given; a stream that holds more than its `bound` is refused."""
+
+    def run(code: Code) -> None:
+        drive(predictor, num_documents, num_lanes, code)
+
+    return decode_by(run, payload, num_documents, bound, on_share)

@@ -112,6 +112,11 @@ class Decoder:
         self._offset = offset
         self._span = span
 
+    @property
+    def share(self) -> float:
+        """The share of the stream that was read."""
+        return min(1.0, self._position / max(1, len(self._data)))
+
     def finish(self) -> None:
         """Checks that the stream ends exactly where its last symbol does."""
         begin = self._position - _WINDOW_BYTES
