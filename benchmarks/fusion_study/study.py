@@ -31,7 +31,7 @@ from underpar.lab.verdict import MIN_KEPT_QUADS
 from underpar.recipe import nearest
 
 # By the gain that was predicted for training.
-FILES = ("linear_loss", "block_epilogue", "qkv")
+FILES = ("linear_loss", "block_epilogue", "qkv", "xsa", "xsa_rewrite", "mlp")
 HEADS = ("operator", "plain ms", "fused ms", "fused / plain", "floor ms", "verdict")
 WIDTHS = (28, 9, 9, 24, 9, 0)
 
