@@ -5,8 +5,8 @@ from functools import partial
 
 import pytest
 import torch
-from agreement import assert_trains_the_same
 
+from agreement import assert_trains_the_same
 from lever_stacks import randomized
 from underpar.build.levers import resolve_levers
 from underpar.errors import BenchError
@@ -21,11 +21,13 @@ def test_tiles_compute_as_the_plain_version_does(interpreted: Callable[..., None
     interpreted(block_epilogue.check, torch.device("cpu"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", [(), PLAIN_SKIPS], ids=["gated", "plain"])
 def test_a_network_trains_the_same(overrides: tuple[str, ...]) -> None:
     assert_trains_the_same(block_epilogue, overrides=overrides)
 
 
+@pytest.mark.slow
 def test_a_network_of_tiles_trains_the_same(interpreted: Callable[..., None]) -> None:
     interpreted(_train_interpreted)
 

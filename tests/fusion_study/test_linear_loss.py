@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from agreement import assert_trains_the_same
 
+from agreement import assert_trains_the_same
 from lever_stacks import randomized
 from underpar.build.levers import resolve_levers
 from underpar.errors import BenchError

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from agreement import assert_trains_the_same
 
+from agreement import assert_trains_the_same
 from lever_stacks import randomized
 from underpar.build.levers import resolve_levers
 from underpar.errors import BenchError
@@ -25,6 +25,7 @@ def _check(name: str) -> None:
     mlp.OPERATORS[name].check(torch.device("cpu"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", [(), ("levers.leaky_square=false",)], ids=["leaky", "plain"])
 def test_a_network_trains_the_same(overrides: tuple[str, ...]) -> None:
     assert_trains_the_same(mlp, overrides=overrides)

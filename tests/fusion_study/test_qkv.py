@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from agreement import assert_trains_the_same
 
+from agreement import assert_trains_the_same
 from lever_stacks import randomized
 from underpar.build.levers import resolve_levers
 from underpar.errors import BenchError
@@ -19,6 +19,7 @@ def test_tiles_compute_as_the_plain_version_does(interpreted: Callable[..., None
     interpreted(qkv.check, torch.device("cpu"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", [(), NO_LEVERS], ids=["gain", "no gain"])
 def test_a_network_trains_the_same(overrides: tuple[str, ...]) -> None:
     assert_trains_the_same(qkv, overrides=overrides)

@@ -33,7 +33,9 @@ class Operator:
     they are small and fp32. `flops` and `bytes` are the least that forward and backward pass of the
     fused version do and move for TOKENS tokens; `plain_bytes` is what the plain version moves if a
     compiler makes one kernel of each run of element-wise operations and reductions over channels.
-    `check_tokens`: an odd number, so that tiles at the end are part of the check.
+    `check_tokens`: an odd number, so that tiles at the end are part of the check. `rival`: what the
+    fused version is timed against, if that is another function than `plain`. `compiled` false:
+    training runs the plain version eagerly.
     """
 
     what: str
@@ -45,6 +47,8 @@ class Operator:
     bytes: float
     plain_bytes: float
     check_tokens: int = TOKENS - 37
+    rival: Version | None = None
+    compiled: bool = True
 
     @property
     def floor_ms(self) -> float:
@@ -60,20 +64,23 @@ class Operator:
         with _poisoned_memory():
             ours = _outputs(self.fused, args)
             upstream = [torch.randn_like(out) for out in ours]
-            gradients = torch.autograd.grad(ours, _learned(args), upstream)
-        wanted += torch.autograd.grad(wanted, _learned(exact), [g.double() for g in upstream])
+            gradients = _gradients(ours, args, upstream)
+        wanted += _gradients(wanted, exact, [g.double() for g in upstream])
         dtype = next(arg.dtype for arg in args if isinstance(arg, Tensor))
         require_close(self.what, [*ours, *gradients], wanted, dtype, num_outputs=len(ours))
+        if device.type == "cuda":
+            del args, exact, ours, upstream, gradients, wanted
+            # Other processes may need the memory.
+            torch.cuda.empty_cache()
 
     def bench(self, name: str, device: torch.device, tokens: int = TOKENS) -> Bench:
         """Forward and backward pass of both versions; on a GPU compiled, and as CUDA graphs."""
         torch.manual_seed(0)
         args = self.inputs(device, tokens)
-        shapes = _outputs(self.plain, args)
-        upstream = [torch.randn_like(out) for out in shapes]
-        del shapes
+        upstream = [torch.randn_like(out) for out in _outputs(self.plain, args)]
+        versions = (self.rival or self.plain, self.fused)
         plain, fused = (
-            _both_passes(version, args, upstream, device) for version in (self.plain, self.fused)
+            _both_passes(version, args, upstream, device, self.compiled) for version in versions
         )
         wait = torch.cuda.synchronize if device.type == "cuda" else no_synchronize
         return Bench(name, self.what, plain, fused, "plain", "fused", wait)
@@ -85,17 +92,20 @@ def runs_triton(x: Tensor) -> bool:
 
 
 def _both_passes(
-    version: Version, args: tuple[Any, ...], upstream: list[Tensor], device: torch.device
+    version: Version,
+    args: tuple[Any, ...],
+    upstream: list[Tensor],
+    device: torch.device,
+    compiled: bool,
 ) -> Callable[[], None]:
     on_gpu = device.type == "cuda"
     run = version
-    if on_gpu:
+    if on_gpu and compiled:
         # A graph break is an error.
         run = torch.compile(version, fullgraph=True, dynamic=False, options=dict(INDUCTOR))
-    learned = _learned(args)
 
     def call() -> None:
-        torch.autograd.grad(_outputs(run, args), learned, upstream)
+        _gradients(_outputs(run, args), args, upstream)
 
     for _ in range(3):
         rehearse(call, device=device)
@@ -108,8 +118,18 @@ def _outputs(version: Version, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
     return (out,) if isinstance(out, Tensor) else out
 
 
-def _learned(args: tuple[Any, ...]) -> list[Tensor]:
-    return [arg for arg in args if isinstance(arg, Tensor) and arg.requires_grad]
+def _gradients(
+    outputs: tuple[Tensor, ...], args: tuple[Any, ...], upstream: list[Tensor]
+) -> tuple[Tensor, ...]:
+    """Gradients of the arguments that need one; none if the operator changes its arguments."""
+    learned = [arg for arg in args if isinstance(arg, Tensor) and arg.requires_grad]
+    # A rival may have fewer outputs.
+    pairs = [pair for pair in zip(outputs, upstream, strict=False) if pair[0].requires_grad]
+    return (
+        torch.autograd.grad([out for out, _ in pairs], learned, [grad for _, grad in pairs])
+        if learned
+        else ()
+    )
 
 
 def _doubled(arg: Any) -> Any:
