@@ -51,8 +51,7 @@ FORWARD_PROGRAMS, BACKWARD_PROGRAMS = 8, 4
 
 def plain(streams: Sequence[Tensor], factors: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Sum (N, D) of streams times factors (streams, D), and its RMS norm times `scale` ()."""
-    pairs = zip(streams, factors.to(streams[0].dtype), strict=True)
-    terms = [stream * factor for stream, factor in pairs]
+    terms = [stream * factors[i].to(stream.dtype) for i, stream in enumerate(streams)]
     x = sum(terms[1:], terms[0])
     return x, F.rms_norm(x, (x.size(-1),)).to(x.dtype) * scale.to(x.dtype)
 
