@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from underpar.errors import BenchError
-from underpar.lab.bench import Bench, BenchResult, Instruments, run_bench
+from underpar.lab.bench import Bench, BenchResult, Instruments, run_bench, run_benches
 from underpar.lab.clocks import ClockSample
 from watcher import Watcher
 
@@ -133,6 +133,29 @@ def test_one_order_alone_would_have_believed_the_drift() -> None:
     result = World(extra=lambda call, block: 0.5 * call**2).run(quads=8)
     assert all(effect < 0 for effect in result.effects[::2])
     assert result.verdict == "no difference shown"
+
+
+def test_variants_share_a_and_its_control() -> None:
+    world = World(cost_b=900.0)
+    world.costs["c"] = 1100.0
+    one = world.bench()
+    other = replace(one, b=world.call("c"), label_b="C")
+    instruments = Instruments(lambda: world.now, world.start_sample)
+    progress = Watcher()
+    faster, slower = run_benches([one, other], 4, 4000.0, 0.0, progress, instruments)
+    assert (faster.verdict, slower.verdict) == ("faster", "slower")
+    assert slower.ratio == pytest.approx(1.1) and slower.label_b == "C"
+    for result in (faster, slower):
+        kinds = [(block.series, block.quad) for block in result.blocks[::4]]
+        assert sorted(kinds) == sorted((s, q) for s in ("measured", "control") for q in range(4))
+        assert result.median_seconds("A") == 1000.0
+    controls = [[b for b in r.blocks if b.series == "control"] for r in (faster, slower)]
+    assert controls[0] == controls[1]
+    # All blocks: three series of four quads, the order turned round in every other quad.
+    ran = [block[0] for block in "".join(world.log).split("|")[1:]]
+    first = "abba" + "acca" + "aaaa"
+    assert "".join(ran[:24]) == first + "aaaa" + "caac" + "baab"
+    assert len(ran) == 3 * 4 * 4 and progress.tasks[0].total == 12
 
 
 @pytest.mark.parametrize("factor", [1.1, 0.9])

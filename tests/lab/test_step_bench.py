@@ -76,7 +76,7 @@ def candidate(tmp_path: Path) -> Callable[..., tuple[Path, ...]]:
 
 
 def measure(*sides: TrainingStep) -> StepResult:
-    return compare_steps(*sides, quads=4, block_seconds=0.001, warmup_seconds=0.0)
+    return compare_steps(sides, quads=4, block_seconds=0.001, warmup_seconds=0.0)[0]
 
 
 def test_a_candidate_that_computes_the_same_is_timed(

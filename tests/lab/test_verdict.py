@@ -13,6 +13,7 @@ from underpar.lab.verdict import (
     Block,
     Judgement,
     Series,
+    correct,
     judge,
     quad_effect,
     reason_to_drop,
@@ -72,6 +73,22 @@ def test_verdict_follows_the_effect(mean: float, verdict: str) -> None:
     assert result.ratio == pytest.approx(math.exp(np.median(result.effects)))
     assert result.ratio_interval.contains(result.ratio)
     assert result.mean_ratio_interval.contains(result.mean_ratio)
+
+
+def test_a_difference_must_hold_among_all_variants() -> None:
+    small, large = judged(-0.0028), judged(-0.05)
+    assert (small.verdict, large.verdict) == ("faster", "faster")
+    [alone] = correct([small])
+    assert alone is small and alone.p_holm is None
+    assert small.measured is not None and small.measured.p < 0.05
+    many = correct([large, *[small] * 49])
+    ps = [judgement.p_holm or 0.0 for judgement in many]
+    # The smallest p counts 50 times, the others 49 times or as much as one before them.
+    assert ps[1] == pytest.approx(49 * small.measured.p) and len(set(ps[1:])) == 1
+    assert [j.verdict for j in many] == ["faster"] + ["no difference shown"] * 49
+    assert "50 variants" in many[1].reason
+    refused = judge(make_blocks([0.0] * 12, [0.02] * 12))
+    assert correct([refused, large])[0].verdict == "refused"
 
 
 def test_summary_has_both_intervals_sigma_and_detectable_effect() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -41,7 +41,7 @@ def bench(
         list[str] | None,
         typer.Argument(
             metavar="[RECIPE]...",
-            help="Two for 'step', one for 'roofline'; an artifact and texts for 'codec'.",
+            help="Two or more for 'step', one for 'roofline'; an artifact and texts for 'codec'.",
         ),
     ] = None,
     quads: Annotated[int, typer.Option(help="Rounds of A B B A; an even number.")] = 12,
@@ -86,6 +86,7 @@ def bench(
     underpar bench step h200-300s h200-300s --candidate B=FILE.py --at 0.6 --out bench
     underpar bench step pr2014 pr2014 --compile B=max-autotune-no-cudagraphs
     underpar bench step h200-300s h200-300s --set B=levers.lanes=false
+    underpar bench step demo demo demo --candidate B=b.py --candidate C=c.py
     underpar bench roofline h200-300s --out roof
     underpar bench ceilings
     underpar bench codec runs/mine/model.upar news.txt novel.txt --out codec
@@ -100,7 +101,7 @@ def bench(
     from underpar.lab.bench_report import rows_of, sentence_of, write_bench
     from underpar.lab.benches import describe_benches, find_bench, refuse_options
     from underpar.lab.roofline import measure_ceilings, profile_recipe, to_markdown
-    from underpar.lab.step_bench import compare_steps, open_sides, read_variants
+    from underpar.lab.step_bench import LETTERS, compare_steps, open_sides, read_variants
 
     if name == "list":
         docs = describe_benches()
@@ -113,13 +114,12 @@ def bench(
         "attention": attention or [],
         "compiled": compile_ or [],
     }
-    details: dict[str, Any] = {}
     if name == "codec":
         refuse_options(name, options)
         _bench_codec([Path(side) for side in sides or ()], out, device, json)
         return
     if name == "ceilings":
-        refuse_options(name, {"sides": sides or [], **options})
+        refuse_options(name, {"recipes": sides or [], **options})
         found = measure_ceilings(open_runtime(device))
         if json:
             show_json(asdict(found))
@@ -127,25 +127,28 @@ def bench(
         OUT.print(f"products {found.flops / 1e12:.4g} TFLOP/s, copies {found.bytes / 1e9:.4g} GB/s")
         return
     if name == "roofline":
-        [variant] = read_variants(sides or (), options, "A")
+        variant = read_variants((sides or [])[:1], options, 1)[0]
         roofline = profile_recipe(variant, at, open_runtime(device), out, progress)
         show_json(roofline.as_dict()) if json else typer.echo(to_markdown(roofline))
         return
     if name == "step":
-        runtime = open_runtime(device)
-        pair = open_sides(read_variants(sides or (), options), at, runtime, progress)
-        steps = compare_steps(pair[0], pair[1], *settings, progress)
-        result, details = steps.bench, steps.details()
+        opened = open_sides(read_variants(sides or (), options), at, open_runtime(device), progress)
+        steps = compare_steps(opened, *settings, progress)
+        results = [(step.bench, step.details()) for step in steps]
     else:
-        refuse_options(name, {"sides": sides or [], **options})
+        refuse_options(name, {"recipes": sides or [], **options})
         chosen = find_bench(name, open_runtime(device), input_)
-        result = run_bench(chosen, *settings, progress)
+        results = [(run_bench(chosen, *settings, progress), {})]
     if out is not None:
-        write_bench(out, result, details)
+        folders = [out / letter for letter in LETTERS[1:]] if len(results) > 1 else [out]
+        for folder, pair in zip(folders, results, strict=False):
+            write_bench(folder, *pair)
     if json:
-        show_json(result.as_dict() | details)
+        documents = [result.as_dict() | details for result, details in results]
+        show_json(documents if len(documents) > 1 else documents[0])
         return
-    show_result(sentence_of(result), rows_of(result, details))
+    for result, details in results:
+        show_result(sentence_of(result), rows_of(result, details))
 
 
 def _bench_codec(paths: list[Path], out: Path | None, device: str, json: bool) -> None:

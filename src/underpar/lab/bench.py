@@ -2,16 +2,17 @@
 
 Blocks of calls run in the order A B B A, the next quad in the order B A A B, and so on: linear
 drift cancels within a quad, quadratic drift between two quads. Quads of A against A, the control,
-run in between through the same code. verdict.py holds the rules that drop quads, refuse results
-or accept them.
+run in between through the same code. Several variants share A and its control. verdict.py holds the
+rules that drop quads, refuse results or accept them.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -20,7 +21,7 @@ from underpar.core.progress import SILENT, Progress
 from underpar.core.versions import device_name, versions
 from underpar.errors import BenchError
 from underpar.lab.clocks import ClockSample, start_clock_sample
-from underpar.lab.verdict import MIN_KEPT_QUADS, Block, Judgement, Series, judge
+from underpar.lab.verdict import MIN_KEPT_QUADS, Block, Judgement, Series, correct, judge
 
 Call = Callable[[], object]
 
@@ -80,6 +81,11 @@ class BenchResult(Judgement):
     blocks: tuple[Block, ...]
     versions: dict[str, str]
 
+    def median_seconds(self, letter: str) -> float:
+        """Seconds of a call of A or of B, the median over the measured blocks."""
+        blocks = [b for b in self.blocks if (b.series, b.letter) == ("measured", letter)]
+        return median(block.seconds for block in blocks) / self.calls_per_block
+
 
 def run_bench(
     bench: Bench,
@@ -90,6 +96,19 @@ def run_bench(
     instruments: Instruments = INSTRUMENTS,
 ) -> BenchResult:
     """Check that the variants agree, warm up, find the number of calls per block, measure."""
+    settings = (quads, min_block_seconds, warmup_seconds, progress, instruments)
+    return run_benches([bench], *settings)[0]
+
+
+def run_benches(
+    benches: Sequence[Bench],
+    quads: int = 12,
+    min_block_seconds: float = 2.0,
+    warmup_seconds: float = 30.0,
+    progress: Progress = SILENT,
+    instruments: Instruments = INSTRUMENTS,
+) -> list[BenchResult]:
+    """Several variants against the same A, which has one control; p values are corrected."""
     if quads < MIN_KEPT_QUADS or quads % 2:
         raise BenchError(f"quads is {quads}; use an even number of at least {MIN_KEPT_QUADS}")
     if not 0 < min_block_seconds < math.inf or not 0 <= warmup_seconds < math.inf:
@@ -97,27 +116,43 @@ def run_bench(
             f"block of {min_block_seconds} s and warm-up of {warmup_seconds} s cannot be run; "
             "the block must be > 0, the warm-up >= 0"
         )
-    _run_check(bench)
-    _warm_up(bench, warmup_seconds, instruments.clock)
-    calls = _calibrate(bench, min_block_seconds, instruments.clock)
-    blocks: list[Block] = []
-    series: tuple[Series, Series] = ("measured", "control")
-    with progress.task(bench.name, 2 * quads) as task:
+    first = benches[0]
+    assert all(bench.a is first.a for bench in benches)
+    for bench in benches:
+        _run_check(bench)
+    variants = [first.a, *(bench.b for bench in benches)]
+    _warm_up(first, variants, warmup_seconds, instruments.clock)
+    calls = _calibrate(first, variants, min_block_seconds, instruments.clock)
+    # The blocks of each bench; the control, whose blocks all of them share, comes last.
+    blocks: list[list[Block]] = [[] for _ in benches]
+    control = replace(first, b=first.a)
+    turns: list[tuple[Bench, Series, list[list[Block]]]] = [
+        (bench, "measured", [own]) for bench, own in zip(benches, blocks, strict=True)
+    ]
+    turns.append((control, "control", blocks))
+    with progress.task(first.name, len(turns) * quads) as task:
         for quad in range(quads):
-            # Like the letters, the two series take turns in going first.
-            for turn, kind in enumerate(series if quad % 2 == 0 else series[::-1]):
-                blocks += _run_quad(bench, kind, quad, calls, instruments)
-                task.update(2 * quad + turn + 1)
-    return BenchResult(
-        name=bench.name,
-        what=bench.what,
-        label_a=bench.label_a,
-        label_b=bench.label_b,
-        calls_per_block=calls,
-        blocks=tuple(blocks),
-        versions=_versions(),
-        **vars(judge(blocks)),
-    )
+            # Like the letters, the series take turns in going first.
+            for turn, job in enumerate(turns if quad % 2 == 0 else turns[::-1]):
+                bench, series, targets = job
+                made = _run_quad(bench, series, quad, calls, instruments)
+                for target in targets:
+                    target += made
+                task.update(len(turns) * quad + turn + 1)
+    judgements = correct([judge(own) for own in blocks])
+    return [
+        BenchResult(
+            name=bench.name,
+            what=bench.what,
+            label_a=bench.label_a,
+            label_b=bench.label_b,
+            calls_per_block=calls,
+            blocks=tuple(own),
+            versions=_versions(),
+            **vars(judgement),
+        )
+        for bench, own, judgement in zip(benches, blocks, judgements, strict=True)
+    ]
 
 
 def _run_check(bench: Bench) -> None:
@@ -132,20 +167,24 @@ def _run_check(bench: Bench) -> None:
         ) from error
 
 
-def _warm_up(bench: Bench, seconds: float, clock: Callable[[], float]) -> None:
+def _warm_up(
+    bench: Bench, variants: Sequence[Call], seconds: float, clock: Callable[[], float]
+) -> None:
     start = clock()
-    num_pairs = 0
-    while num_pairs < 3 or clock() - start < seconds:
-        bench.a()
-        bench.b()
+    num_rounds = 0
+    while num_rounds < 3 or clock() - start < seconds:
+        for call in variants:
+            call()
         bench.synchronize()
-        num_pairs += 1
+        num_rounds += 1
 
 
-def _calibrate(bench: Bench, min_seconds: float, clock: Callable[[], float]) -> int:
+def _calibrate(
+    bench: Bench, variants: Sequence[Call], min_seconds: float, clock: Callable[[], float]
+) -> int:
     calls = 1
     while True:
-        seconds = min(_time_calls(bench, call, calls, clock) for call in (bench.a, bench.b))
+        seconds = min(_time_calls(bench, call, calls, clock) for call in variants)
         if seconds >= min_seconds:
             return calls
         if calls >= _MAX_CALLS or (calls >= 1000 and seconds <= 0):
@@ -174,7 +213,7 @@ def _time_calls(bench: Bench, call: Call, calls: int, clock: Callable[[], float]
 def _run_quad(
     bench: Bench, series: Series, quad: int, calls: int, instruments: Instruments
 ) -> list[Block]:
-    variants = {"A": bench.a, "B": bench.b if series == "measured" else bench.a}
+    variants = {"A": bench.a, "B": bench.b}
     blocks = []
     for letter in "ABBA" if quad % 2 == 0 else "BAAB":
         # The query runs during the block, so that it sees the device under load.

@@ -41,12 +41,10 @@ def rows_of(result: BenchResult, details: Mapping[str, Any]) -> list[tuple[str, 
         told += f"; attention {side['attention']}, compile {side['compiled']}"
         rows.append((f"step of {letter}", told))
     if not details:
-        for letter in "AB":
-            seconds = [
-                b.seconds for b in result.blocks if (b.series, b.letter) == ("measured", letter)
-            ]
-            told = seconds_text(median(seconds) / result.calls_per_block)
-            rows.append((f"one call of {letter}", told))
+        rows += [
+            (f"one call of {letter}", seconds_text(result.median_seconds(letter)))
+            for letter in "AB"
+        ]
     if result.measured is not None and result.control is not None:
         rows += [
             ("smallest effect that shows", _percent(result.measured.mde)),

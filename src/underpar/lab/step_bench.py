@@ -1,4 +1,4 @@
-"""`underpar bench step A B`: two training steps in one process, timed in turns.
+"""`underpar bench step A B [C ...]`: training steps in one process, timed in turns.
 
 A step is what training does: forward and backward passes of all micro-batches, the optimizers, the
 averages of weights. Penalties, weights of tokens and fake quantization are left out. Documents are
@@ -17,9 +17,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,7 @@ from underpar.data.made_up import made_up_batch
 from underpar.errors import BenchError
 from underpar.kernels.attention import backend_of, set_backend
 from underpar.kernels.attention.grids import SDPA
-from underpar.lab.bench import Bench, BenchResult, Instruments, run_bench
+from underpar.lab.bench import Bench, BenchResult, Instruments, run_benches
 from underpar.lab.candidates import AS_IT_IS, load_candidate
 from underpar.lab.clocks import clock_log
 from underpar.model.gpt import GPT
@@ -52,7 +53,7 @@ from underpar.train.meter import flops_per_token, peak_flops
 from underpar.train.optim import Optimizer
 from underpar.train.step import accumulate, mean_loss, step_of
 
-LETTERS = ("A", "B")
+LETTERS = "ABCDEFGH"
 # Steps with different documents, in turn.
 NUM_STEPS = 4
 # The exact gradients are computed in parts of about so many tokens.
@@ -89,15 +90,19 @@ class Variant:
 
 
 def read_variants(
-    names: Sequence[str], options: Mapping[str, Sequence[str]], letters: str = "AB"
+    names: Sequence[str], options: Mapping[str, Sequence[str]], fewest: int = 2
 ) -> list[Variant]:
-    """The sides from their recipes and from options, "VALUE" for both or "B=VALUE" for one.
+    """The sides from their recipes and from options, "VALUE" for all or "B=VALUE" for one.
 
     Options are by field of `Variant`.
     """
-    if len(names) != len(letters):
-        wanted = "A and B, which may be equal" if len(letters) > 1 else "one"
+    if not fewest <= len(names) <= len(LETTERS):
+        wanted = "A and B, which may be equal" if fewest > 1 else "one"
         raise BenchError(f"{len(names)} recipes were named; name {wanted}")
+    letters = LETTERS[: len(names)]
+    for text in (text for texts in options.values() for text in texts):
+        if text[1:2] == "=" and text[0] not in letters:
+            raise BenchError(f"{text!r} is for a side that does not exist; sides are {letters}")
     return [_read_variant(*pair, options) for pair in zip(letters, names, strict=True)]
 
 
@@ -369,7 +374,7 @@ def are_same_function(a: TrainingStep, b: TrainingStep) -> bool:
     return all(one.get(part) == other.get(part) for part in parts)
 
 
-def require_agreement(a: TrainingStep, b: TrainingStep) -> dict[str, Any]:
+def require_agreement(a: TrainingStep, b: TrainingStep, letter: str = "B") -> dict[str, Any]:
     """The errors of both sides' loss and gradients; raises if they are no rounding errors."""
     same = are_same_function(a, b)
     if same and b is not a:
@@ -377,7 +382,7 @@ def require_agreement(a: TrainingStep, b: TrainingStep) -> dict[str, Any]:
     exact = exact_gradients(a)
     errors = {"A": _errors("A", a, exact)}
     if b is not a:
-        errors["B"] = _errors("B", b, exact if same else exact_gradients(b))
+        errors["B"] = _errors(letter, b, exact if same else exact_gradients(b))
     if same and b is not a:
         # What rounding does to A explains the same in B.
         for name, error in errors["B"].items():
@@ -386,12 +391,12 @@ def require_agreement(a: TrainingStep, b: TrainingStep) -> dict[str, Any]:
             limit = SLACK * known + LIMITS[b.runtime.dtype][not many]
             if not error <= limit:
                 raise BenchError(
-                    f"B is not the same function as A: its error of {name} is {error:.1e}, that "
-                    f"of A {known:.1e}, the limit {limit:.1e}"
+                    f"{letter} is not the same function as A: its error of {name} is "
+                    f"{error:.1e}, that of A {known:.1e}, the limit {limit:.1e}"
                 )
     shown = {
-        letter: {"loss": table["loss"], "all": table["all"]} | dict([max(table.items(), key=_size)])
-        for letter, table in errors.items()
+        name: {"loss": table["loss"], "all": table["all"]} | dict([max(table.items(), key=_size)])
+        for name, table in errors.items()
     }
     return {"same_function": same, "errors": shown}
 
@@ -443,55 +448,62 @@ class StepResult:
 
 
 def compare_steps(
-    a: TrainingStep,
-    b: TrainingStep,
+    sides: Sequence[TrainingStep],
     quads: int = 12,
     block_seconds: float = 2.0,
     warmup_seconds: float = 30.0,
     progress: Progress = SILENT,
-) -> StepResult:
-    """Check that both sides are right, then time them in turns."""
-    if a.step_tokens != b.step_tokens:
-        raise BenchError(
-            f"a step of A has {a.step_tokens} tokens, one of B {b.step_tokens}: make them equal"
-        )
-    check: dict[str, Any] = {}
+) -> list[StepResult]:
+    """Check that all sides are right, then time the first one, A, and the others in turns."""
+    a, *others = sides
+    for letter, side in zip(LETTERS[1:], others, strict=False):
+        if a.step_tokens != side.step_tokens:
+            raise BenchError(
+                f"a step of A has {a.step_tokens} tokens, one of {letter} {side.step_tokens}: "
+                "make them equal"
+            )
     on_gpu = a.runtime.device.type == "cuda"
-    bench = Bench(
-        name="step",
-        what=f"a training step of {a.step_tokens:,} tokens at {a.at:.0%} of training",
-        a=a,
-        b=b,
-        label_a=a.variant.label(b.variant),
-        label_b=b.variant.label(a.variant),
-        synchronize=a.runtime.synchronize,
-        check=lambda: check.update(require_agreement(a, b)),
-    )
-    before = num_graphs(a, b)
+    checks: list[dict[str, Any]] = [{} for _ in others]
+    benches = [
+        Bench(
+            name="step",
+            what=f"a training step of {a.step_tokens:,} tokens at {a.at:.0%} of training",
+            a=a,
+            b=side,
+            label_a=a.variant.label(side.variant),
+            label_b=side.variant.label(a.variant),
+            synchronize=a.runtime.synchronize,
+            check=partial(_check, a, side, letter, check),
+        )
+        for side, letter, check in zip(others, LETTERS[1:], checks, strict=False)
+    ]
+    before = num_graphs(*sides)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
+    settings = (quads, block_seconds, warmup_seconds, progress)
     with clock_log() as start_sample:
-        instruments = Instruments(start_sample=start_sample)
-        result = run_bench(bench, quads, block_seconds, warmup_seconds, progress, instruments)
-    if num_graphs(a, b) > before:
+        results = run_benches(benches, *settings, Instruments(start_sample=start_sample))
+    if num_graphs(*sides) > before:
         raise BenchError("a graph was compiled while steps were timed; nothing was measured")
-    sides = {}
-    for letter, side in zip(LETTERS, (a, b), strict=True):
-        seconds = [
-            block.seconds
-            for block in result.blocks
-            if (block.series, block.letter) == ("measured", letter)
-        ]
-        sides[letter] = side.describe(median(seconds) / result.calls_per_block)
-    return StepResult(
-        bench=result,
-        sides=sides,
-        at=a.at,
-        check=check,
-        num_graphs=before,
-        memory_bytes=torch.cuda.max_memory_allocated() if on_gpu else 0,
-        processes=1,
-    )
+    return [
+        StepResult(
+            bench=result,
+            sides={
+                letter: each.describe(result.median_seconds(letter))
+                for letter, each in (("A", a), ("B", side))
+            },
+            at=a.at,
+            check=check,
+            num_graphs=before,
+            memory_bytes=torch.cuda.max_memory_allocated() if on_gpu else 0,
+            processes=1,
+        )
+        for side, check, result in zip(others, checks, results, strict=True)
+    ]
+
+
+def _check(a: TrainingStep, b: TrainingStep, letter: str, found: dict[str, Any]) -> None:
+    found |= require_agreement(a, b, letter)
 
 
 def num_graphs(*sides: TrainingStep) -> int:

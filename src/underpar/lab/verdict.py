@@ -12,6 +12,7 @@
 5. "faster" and "slower" need three intervals that exclude 0 (95 % bootstrap intervals of mean and
    median, Student interval) and a mean effect above the noise floor, which is the far end of the
    control's bootstrap interval. Everything else is "no difference shown".
+6. If several variants are measured, p of a difference is below 0.05 after Holm's correction.
 
 Simulated with 12 quads of Gaussian noise, these rules claim a difference that is not there in 1 to
 2 % of runs and refuse 0.2 % of runs. They show a difference of 1 mde in 42 %, of 1.5 mde in 83 %
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -97,7 +98,7 @@ class Judgement:
     verdict: Verdict
     reason: str
     p_holm: float | None = None
-    """Always None: one variant is measured, so its p needs no correction. The key stays."""
+    """p of the measurement, corrected if several variants were measured; None for one variant."""
 
     @property
     def ratio(self) -> float:
@@ -168,6 +169,30 @@ def judge(blocks: Sequence[Block]) -> Judgement:
         verdict=verdict,
         reason=reason,
     )
+
+
+def correct(judgements: Sequence[Judgement]) -> list[Judgement]:
+    """Correct the p values of several variants (Holm 1979): a difference needs less than 0.05."""
+    measured = [j.measured for j in judgements]
+    if len(judgements) == 1 or None in measured:
+        return list(judgements)
+    values = [summary.p for summary in measured if summary is not None]
+    corrected = [0.0] * len(values)
+    reached = 0.0
+    for place, index in enumerate(sorted(range(len(values)), key=values.__getitem__)):
+        reached = max(reached, min(1.0, (len(values) - place) * values[index]))
+        corrected[index] = reached
+    return [
+        replace(judgement, p_holm=p)
+        if p < 0.05 or judgement.verdict not in ("faster", "slower")
+        else replace(
+            judgement,
+            p_holm=p,
+            verdict="no difference shown",
+            reason=f"{judgement.reason}; p is {p:.2g} for {len(values)} variants",
+        )
+        for judgement, p in zip(judgements, corrected, strict=True)
+    ]
 
 
 def quad_effect(quad: Sequence[Block]) -> float:
