@@ -5,6 +5,7 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from lever_stacks import CPU, randomized
 from underpar.artifact.pack import pack
@@ -14,6 +15,7 @@ from underpar.build.model import build_predictor
 from underpar.codec.stream import Codec
 from underpar.core.runtime import Runtime
 from underpar.data.tokens.byte260 import CONTENT, VOCAB_SIZE, ByteTokenizer
+from underpar.data.tokens.tokenizer import Tokenizer
 from underpar.infer.sgd import Descent, train_on_stream
 from underpar.quant.rounding import round_tensor
 from underpar.quant.schemes import parse_scheme
@@ -54,3 +56,29 @@ def write_artifact(folder: Path) -> Path:
     path = folder / "model.upar"
     path.write_bytes(pack(tiny_artifact()))
     return path
+
+
+class Unigram:
+    """A predictor that knows how often each token occurs in a text, and nothing else."""
+
+    device = torch.device("cpu")
+    context = 1000
+
+    def __init__(self, tokenizer: Tokenizer, text: bytes) -> None:
+        tokens = tokenizer.encode(text)
+        self.num_steps = 0
+        counts = np.bincount(tokens, minlength=tokenizer.vocab_size) + 0.01
+        self._log_probs = torch.from_numpy(np.log(counts / counts.sum()))
+
+    def stepper(self, num_lanes: int) -> "Unigram":
+        return self
+
+    def step(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.num_steps += 1
+        return self._log_probs.expand(len(tokens), -1)
+
+    def reset(self, lanes: torch.Tensor) -> None:
+        pass
+
+    def keep(self, lanes: torch.Tensor) -> None:
+        pass

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tiny import TinyRun
+from tiny_codec import Unigram
 from trained import TRANSFORM_NAMES, any_bytes, lossless
 from underpar.codec import stream
 from underpar.codec.frame import ADAPTED, EXACT, PLAIN, STORED, Frame, Header, read_frame
@@ -20,7 +21,6 @@ from underpar.codec.lanes import Bound, decode_documents, encode_documents
 from underpar.codec.stream import Codec, code_documents
 from underpar.core.runtime import Runtime
 from underpar.data.folder import load_data
-from underpar.data.tokens.tokenizer import SentencePieceTokenizer
 from underpar.errors import CodecError
 from underpar.seams import BOS_ID
 from underpar.stages.use import open_codec
@@ -240,33 +240,9 @@ def test_the_number_of_threads_does_not_matter(codec: Codec, compressed: bytes) 
         torch.set_num_threads(before)
 
 
-class Unigram:
-    """A predictor that knows how often each token occurs in a text, and nothing else."""
-
-    device = torch.device("cpu")
-    context = 1000
-
-    def __init__(self, tokenizer: SentencePieceTokenizer, text: str) -> None:
-        tokens = tokenizer.encode(text.encode())
-        counts = np.bincount(tokens, minlength=tokenizer.vocab_size) + 0.01
-        self._log_probs = torch.from_numpy(np.log(counts / counts.sum()))
-
-    def stepper(self, num_lanes: int) -> "Unigram":
-        return self
-
-    def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self._log_probs.expand(len(tokens), -1)
-
-    def reset(self, lanes: torch.Tensor) -> None:
-        pass
-
-    def keep(self, lanes: torch.Tensor) -> None:
-        pass
-
-
 def transformed(name: str, text: str = TEXT) -> Codec:
     tokenizer = lossless(name)
-    return Codec(Unigram(tokenizer, text), tokenizer, hashlib.sha256(b"").hexdigest())
+    return Codec(Unigram(tokenizer, text.encode()), tokenizer, hashlib.sha256(b"").hexdigest())
 
 
 @pytest.mark.parametrize("name", TRANSFORM_NAMES)
