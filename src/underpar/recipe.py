@@ -24,7 +24,9 @@ from typing import Any
 from underpar.errors import RecipeError
 from underpar.recipes.scale import Scale, scaled
 from underpar.schema import (
+    BYTE_IDS,
     DataPart,
+    HNetPart,
     LimitsPart,
     ModelSpec,
     QuantPart,
@@ -51,6 +53,7 @@ class Recipe:
 
     data: DataPart = field(default_factory=DataPart)
     model: ModelSpec = field(default_factory=ModelSpec)
+    hnet: HNetPart | None = None
     levers: dict[str, Tree] = field(default_factory=dict)
     train: TrainPart = field(default_factory=TrainPart)
     quant: QuantPart = field(default_factory=QuantPart)
@@ -211,10 +214,20 @@ def from_tree(tree: Tree) -> Recipe:
         require_known(name, list(parts), f"unknown section {name!r}")
         require(isinstance(table, Mapping), f"{name} = {table!r}: expected a table [{name}]")
         values[name] = _levers(table) if name == "levers" else _part(name, table)
+    model, data = values.get("model", ModelSpec()), values.get("data", DataPart())
+    if data.tokenizer == "bytes":
+        values["model"] = dataclasses.replace(model, vocab_size=BYTE_IDS)
+    # An overlay may have values for networks that the recipe does not name.
+    values["hnet"] = values.get("hnet", HNetPart()) if model.network == "hnet" else None
     return Recipe(**values)
 
 
 def _part(name: str, table: Mapping[str, Any]) -> Any:
+    if name == "hnet":
+        levers = table.get("levers", {})
+        require(isinstance(levers, Mapping), "hnet.levers: expected tables [hnet.levers.NAME]")
+        shapes = fields_from(HNetPart, {k: v for k, v in table.items() if k != "levers"}, name)
+        return HNetPart(**shapes, levers=_levers(levers))
     kind = typing.get_type_hints(Recipe)[name]
     return kind(**fields_from(kind, table, name))
 
@@ -273,6 +286,8 @@ def to_tree(recipe: Recipe, complete: bool = False) -> Tree:
     Settings that older versions lack are left out at their defaults, unless it is to be `complete`.
     """
     tree = dataclasses.asdict(recipe)
+    if recipe.hnet is None:
+        del tree["hnet"]
     for name, table in tree.items():
         part = getattr(recipe, name)
         for known in () if name == "levers" or complete else dataclasses.fields(part):
@@ -286,11 +301,19 @@ def to_toml(recipe: Recipe, complete: bool = False) -> str:
     lines = []
     for name, table in to_tree(recipe, complete).items():
         if name == "levers":
-            for lever, settings in table.items():
-                lines += [f"[levers.{lever}]", *_toml_lines(settings), ""]
+            lines += _lever_lines(name, table)
         else:
-            lines += [f"[{name}]", *_toml_lines(table), ""]
+            plain = {key: value for key, value in table.items() if key != "levers"}
+            lines += [f"[{name}]", *_toml_lines(plain), ""]
+            lines += _lever_lines(f"{name}.levers", table.get("levers", {}))
     return "\n".join(lines)
+
+
+def _lever_lines(where: str, levers: Tree) -> list[str]:
+    lines = []
+    for lever, settings in levers.items():
+        lines += [f"[{where}.{lever}]", *_toml_lines(settings), ""]
+    return lines
 
 
 def _toml_lines(table: Tree) -> list[str]:

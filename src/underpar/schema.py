@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from underpar.errors import RecipeError
@@ -23,11 +23,16 @@ def added(default: Any) -> Any:
     return field(default=default, metadata={"added": True})
 
 
+# Ids of the byte tokenizer: four control ids and 256 bytes (data/tokens/byte260.py).
+BYTE_IDS = 260
+
+
 @dataclass(frozen=True)
 class DataPart:
     """How text becomes tokens. Text transforms are levers, so they are not here.
 
-    `holdout` is the share of documents that are held out, `tokenizer` is "bpe" or "bytes".
+    `holdout` is the share of documents that are held out, `tokenizer` is "bpe" or "bytes",
+    which has 260 ids whatever model.vocab_size says.
     `cross_words` lets pieces of the vocabulary contain spaces between words.
     """
 
@@ -59,6 +64,11 @@ class ModelSpec:
 
     `mlp_dim` is the width of every MLP, or a list with one width per layer (PR 2137 moves width to
     looped layers, for at most 0.2 mBPB). A layer has the same width in every visit.
+
+    `softcap` bounds the size of logits; 0: no bound.
+
+    `network` is "gpt", or "hnet": then these are the shapes of the main network, which reads chunks
+    of `context` tokens in all, and [hnet] has those of the byte level around it.
     """
 
     vocab_size: int = 8192
@@ -71,6 +81,7 @@ class ModelSpec:
     softcap: float = 30.0
     context: int = 2048
     embed_std: float = 0.005
+    network: str = added("gpt")
 
     def __post_init__(self) -> None:
         for name, largest in LARGEST.items():
@@ -92,9 +103,11 @@ class ModelSpec:
             f"model.dim = {self.dim}, num_heads = {self.num_heads}: a head of {self.head_dim} "
             "channels cannot be rotated in pairs; make it even",
         )
+        known = self.network in ("gpt", "hnet")
+        require(known, f"model.network = {self.network!r}: expected 'gpt' or 'hnet'")
         require(self.rope_base > 0, f"model.rope_base = {self.rope_base}: expected more than 0")
         require(self.embed_std >= 0, f"model.embed_std = {self.embed_std}: expected 0 or more")
-        require(self.softcap > 0, f"model.softcap = {self.softcap}: expected more than 0")
+        require(self.softcap >= 0, f"model.softcap = {self.softcap}: expected 0 or more")
 
     @property
     def head_dim(self) -> int:
@@ -107,6 +120,70 @@ class ModelSpec:
         if isinstance(self.mlp_dim, tuple):
             return self.mlp_dim
         return (self.mlp_dim,) * self.num_layers
+
+
+@dataclass(frozen=True)
+class HNetPart:
+    """The byte level of an H-Net (model/hnet.py), around the main network of [model].
+
+    Shapes: blocks of width `dim` before (`encoder_layers`) and after (`decoder_layers`) the main
+    network; `levers` are those of these blocks, as tables [hnet.levers.NAME].
+
+    Chunks: every `stride` bytes of a document begin one. The last one of a document may be shorter;
+    a training batch has room for a share `spare_room` more than its bytes alone would need.
+
+    `zero_init`: output projections of blocks start at 0, other matrices orthogonal; without it all
+    start as torch's nn.Linear does.
+    """
+
+    dim: int = 256
+    num_heads: int = 8
+    num_kv_heads: int = 4
+    mlp_dim: int = 768
+    encoder_layers: int = 2
+    decoder_layers: int = 1
+    stride: int = 4
+    spare_room: float = 0.5
+    zero_init: bool = True
+    levers: dict[str, dict[str, Any]] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        for name, largest in (
+            ("dim", LARGEST["dim"]),
+            ("num_heads", LARGEST["num_heads"]),
+            ("num_kv_heads", LARGEST["num_kv_heads"]),
+            ("mlp_dim", LARGEST["mlp_dim"]),
+            ("encoder_layers", LARGEST["num_layers"]),
+            ("decoder_layers", LARGEST["num_layers"]),
+            ("stride", LARGEST["context"]),
+        ):
+            value = getattr(self, name)
+            require(0 < value <= largest, f"hnet.{name} = {value}: expected 1 to {largest}")
+        require(
+            self.dim % self.num_heads == 0
+            and self.num_heads % self.num_kv_heads == 0
+            and self.dim // self.num_heads % 2 == 0,
+            f"hnet.dim = {self.dim}, num_heads = {self.num_heads}, num_kv_heads = "
+            f"{self.num_kv_heads}: each must divide the one before, into heads of even width",
+        )
+        spare = self.spare_room
+        require(0 <= spare <= 100, f"hnet.spare_room = {spare}: expected 0 to 100")
+
+    @property
+    def bytes_per_chunk(self) -> float:
+        """How many bytes a chunk is meant to have."""
+        return float(self.stride)
+
+    def spec_of(self, spec: ModelSpec, num_layers: int) -> ModelSpec:
+        """The shapes of blocks at byte level around the main network of `spec`."""
+        return replace(
+            spec,
+            num_layers=num_layers,
+            dim=self.dim,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            mlp_dim=self.mlp_dim,
+        )
 
 
 # Groups of parameters, each with a learning rate and a weight decay; see train/groups.py.
@@ -147,6 +224,8 @@ class TrainPart:
     `decay_curve` scales weight decay over the run: ("1@0.7", "0.5@1") is constant up to 0.7 and
     falls to a half at the end. `matrix_decay_curve`, `embed_decay_curve` and `scalar_decay_curve`
     replace it for one group of parameters.
+
+    Optimizer: `matrix_optimizer` is "muon", or "adam" to treat matrices as all other weights.
 
     Validation: every `validate_every_seconds` of training (0: only at the end) the held-out text is
     priced for the log. Training does not depend on it.
@@ -190,6 +269,7 @@ class TrainPart:
     matrix_decay_curve: tuple[str, ...] = added(())
     embed_decay_curve: tuple[str, ...] = added(())
     scalar_decay_curve: tuple[str, ...] = added(())
+    matrix_optimizer: str = added("muon")
 
     def __post_init__(self) -> None:
         budgets = (self.budget_seconds, self.budget_steps, self.budget_tokens, self.budget_flops)
@@ -212,6 +292,10 @@ class TrainPart:
             parse_points(getattr(self, name), f"train.{name}")
         known = self.newton_schulz in ("polar", "classic")
         require(known, f"train.newton_schulz = {self.newton_schulz!r}: expected polar or classic")
+        known = self.matrix_optimizer in ("muon", "adam")
+        require(
+            known, f"train.matrix_optimizer = {self.matrix_optimizer!r}: expected 'muon' or 'adam'"
+        )
         require(0 <= self.warmdown <= 1, f"train.warmdown = {self.warmdown}: expected 0 to 1")
         for name in ("micro_batch_tokens", "num_micro_batches", "context", "log_every"):
             value = getattr(self, name)

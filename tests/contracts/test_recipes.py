@@ -18,8 +18,7 @@ from underpar.core.run_folder import RunFolder
 from underpar.core.runtime import Runtime
 from underpar.data.folder import load_data
 from underpar.infer.predictor import Predictor
-from underpar.model.gpt import GPT
-from underpar.model.network import EAGER
+from underpar.model.network import EAGER, Network
 from underpar.recipe import Recipe, list_recipes, load_recipe
 from underpar.seams import ModelHook, ModelPlace, methods_of
 from underpar.stages.calibrate import calibrate_run, needs_calibration
@@ -45,7 +44,11 @@ SMALL += ["quant.calibration_batches=2", "quant.calibration_batch_tokens=512"]
 @pytest.mark.parametrize("name", list(list_recipes()))
 def test_full_size_builds(name: str) -> None:
     recipe = load_recipe(name)
-    assert weight_shapes(recipe)["embedding.weight"] == (recipe.model.vocab_size, recipe.model.dim)
+    shapes, spec = weight_shapes(recipe), recipe.model
+    if recipe.hnet:
+        assert shapes["byte_embedding.weight"] == (spec.vocab_size, recipe.hnet.dim)
+    else:
+        assert shapes["embedding.weight"] == (spec.vocab_size, spec.dim)
     for stage in ("data", "model", "train", "quant", "infer"):
         plug_levers(recipe, stage)
 
@@ -92,10 +95,11 @@ def trained(
     return trainer, calls, before
 
 
-def count_calls(model: GPT) -> Counter[str]:
+def count_calls(model: Network) -> Counter[str]:
     """Calls of each lever's hooks from here on, as 'lever.seam'."""
     calls: Counter[str] = Counter()
-    names = {id(lever): name for name, lever in model.levers.items()}
+    trunks = model.trunks
+    names = {id(lever): name for trunk in trunks for name, lever in trunk.levers.items()}
 
     def counted(hook: Any) -> Any:
         key = f"{names[id(hook.__self__)]}.{hook.__name__}"
@@ -106,13 +110,14 @@ def count_calls(model: GPT) -> Counter[str]:
 
         return call
 
-    for seam in (*methods_of(ModelHook), *methods_of(ModelPlace)):
-        hooks = getattr(model.hooks, seam)
+    seams = (*methods_of(ModelHook), *methods_of(ModelPlace))
+    for place, seam in ((trunk.hooks, seam) for trunk in trunks for seam in seams):
+        hooks = getattr(place, seam)
         if isinstance(hooks, list):
-            setattr(model.hooks, seam, [counted(hook) for hook in hooks])
+            setattr(place, seam, [counted(hook) for hook in hooks])
         elif hooks is not None:
-            setattr(model.hooks, seam, counted(hooks))
-    for block in model.blocks:
+            setattr(place, seam, counted(hooks))
+    for block in (block for trunk in trunks for block in trunk.blocks):
         if block.wiring:
             block.wiring = counted(block.wiring)
         if block.attn.window:
@@ -126,9 +131,10 @@ def test_cpu_size_trains_with_every_lever_at_work(
 ) -> None:
     trainer, calls, before = trained
     model = trainer.model
-    assert {key.split(".")[0] for key in calls} == set(model.levers)
-    levers = model.levers
-    assert ("loop" in levers) == (len(model.plan) > model.spec.num_layers)
+    levers = {name for trunk in model.trunks for name in trunk.levers}
+    assert {key.split(".")[0] for key in calls} == levers
+    num_layers = sum(trunk.spec.num_layers for trunk in model.trunks)
+    assert ("loop" in levers) == (len(model.plan) > num_layers)
     if "lanes" in levers:
         assert calls["lanes.wire"] > 0 and calls["lanes.finish"] > 0
     for name, parameter in model.named_parameters():

@@ -216,3 +216,17 @@ def test_loading_the_state_of_no_steps_forgets_all(start: GPT) -> None:
     assert optimizer.state().keys() == fresh.keys()
     other = copy.deepcopy(start)
     assert train(model, optimizer, range(3)) == train(other, Optimizer(other, PART), range(3))
+
+
+def test_adam_may_update_matrices_too(start: GPT) -> None:
+    part = TrainPart(matrix_optimizer="adam", matrix_lr=0.01, matrix_decay=0.1, clip=0.0)
+    optimizer = Optimizer(start, part)
+    weight = start.blocks[0].attn.q.weight
+    before = weight.detach().clone()
+    for parameter in start.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step(1.0, 0.9)
+    assert not optimizer.muon.momenta
+    # The first step of Adam is the rate, against the sign of the gradient.
+    torch.testing.assert_close(weight, before * (1 - 0.01 * 0.1) - 0.01)
+    assert "adam.blocks.0.attn.q.weight.exp_avg" in optimizer.state()

@@ -24,7 +24,7 @@ from underpar.seams import BOS_ID
 
 # The most bits that a random text may cost less than its length: 2^-40 is less than one in 10^12.
 MOST_SAVED_BITS = 40.0
-# Embeddings are multiplied by this: logits are small then, and all gradients are still there.
+# The head is multiplied by this: logits are small then, and all gradients are still there.
 FAINT = 1 / 64
 # Nats added to the logits of tokens outside of the alphabet.
 OUTSIDE = -30.0
@@ -33,9 +33,9 @@ OUTSIDE = -30.0
 @torch.no_grad()
 def flatten(model: Network, alphabet: np.ndarray) -> None:
     """Make the prices of a model nearly those of a uniform choice from the alphabet."""
-    embedding = model.get_parameter("embedding.weight")
-    embedding.mul_(FAINT)
-    outside = torch.full((model.spec.vocab_size,), OUTSIDE, device=embedding.device)
+    head = model.get_parameter(model.head_name)
+    head.mul_(FAINT)
+    outside = torch.full((model.spec.vocab_size,), OUTSIDE, device=head.device)
     outside[torch.from_numpy(alphabet)] = 0.0
     cap = model.hooks.cap or partial(soft_cap, cap=model.spec.softcap)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from typing import Any
 
 from underpar.data.transforms import IDENTITY
-from underpar.errors import LeverError
+from underpar.errors import LeverError, RecipeError
 from underpar.levers import LEVERS, lever_module
-from underpar.recipe import ModelSpec, Recipe, fields_from, require, require_known
+from underpar.recipe import ModelSpec, Recipe, Tree, fields_from, require, require_known
+from underpar.schema import HNetPart
 from underpar.seams import LeverModule, check_stage
 
 
@@ -23,6 +25,8 @@ def find_lever(name: str) -> LeverModule:
     return lever_module(name)
 
 
+# Levers of training and scoring that name the blocks of a GPT, or step its lanes by chunks.
+GPT_ALONE = ("qat_lite", "ttt_e2e", "lora_ttt", "phased_sgd")
 # The largest number in a lever's settings. A recipe from a stranger is checked before anything of
 # that size is allocated.
 LARGEST_SIZE = 1 << 24
@@ -30,23 +34,27 @@ LARGEST_SIZE = 1 << 24
 
 def lever_settings(recipe: Recipe) -> dict[str, Any]:
     """Checked settings of every lever that the recipe names."""
+    return _settings_of(recipe.levers, "levers")
+
+
+def _settings_of(levers: Mapping[str, Tree], where: str) -> dict[str, Any]:
     settings = {}
-    for name, table in recipe.levers.items():
+    for name, table in levers.items():
         module = find_lever(name)
         kind = module.Settings
-        settings[name] = kind(**fields_from(kind, table, f"levers.{name}"))
-        _check_sizes(name, settings[name])
+        settings[name] = kind(**fields_from(kind, table, f"{where}.{name}"))
+        _check_sizes(f"{where}.{name}", settings[name])
         for other in getattr(module, "NEEDS", ()):
-            require(other in recipe.levers, f"lever {name!r} does nothing without {other!r}")
+            require(other in levers, f"lever {name!r} does nothing without {other!r}")
     return settings
 
 
-def _check_sizes(name: str, settings: Any) -> None:
+def _check_sizes(where: str, settings: Any) -> None:
     for key, value in asdict(settings).items():
         largest = max(value, default=0) if isinstance(value, tuple) else value
         require(
             not isinstance(largest, int) or largest <= LARGEST_SIZE,
-            f"levers.{name}.{key} = {value}: expected at most {LARGEST_SIZE}",
+            f"{where}.{key} = {value}: expected at most {LARGEST_SIZE}",
         )
 
 
@@ -55,20 +63,44 @@ def resolve_levers(recipe: Recipe) -> Recipe:
 
     Settings that older versions lack are left out at their defaults, as in `to_tree`.
     """
+    resolved = replace(recipe, levers=_resolved(lever_settings(recipe)))
+    if recipe.hnet is None:
+        return resolved
+    for name in (name for name in GPT_ALONE if name in recipe.levers):
+        raise RecipeError(
+            f"levers.{name}: works on the blocks of a GPT, and model.network is 'hnet'; drop it"
+        )
+    levers = _resolved(_settings_of(recipe.hnet.levers, "hnet.levers"))
+    return replace(resolved, hnet=replace(recipe.hnet, levers=levers))
+
+
+def _resolved(levers: Mapping[str, Any]) -> dict[str, Tree]:
     tables = {}
-    for name, settings in lever_settings(recipe).items():
+    for name, settings in levers.items():
         late = {f.name for f in fields(settings) if f.metadata.get("added")}
         unset = {key for key in late if getattr(settings, key) == getattr(type(settings), key)}
         tables[name] = {k: v for k, v in asdict(settings).items() if k not in unset}
-    return replace(recipe, levers=tables)
+    return tables
 
 
 def plug_levers(recipe: Recipe, stage: str) -> dict[str, Any]:
     """The recipe's levers of one stage, built from their settings, by name."""
-    settings = lever_settings(recipe)
+    return _plug(lever_settings(recipe), stage, recipe.model)
+
+
+def plug_outer_levers(part: HNetPart, spec: ModelSpec) -> dict[str, Any]:
+    """The levers of an H-Net's byte level, for blocks of these shapes, by name."""
+    settings = _settings_of(part.levers, "hnet.levers")
+    for name in settings:
+        stage = find_lever(name).STAGE
+        require(stage == "model", f"hnet.levers.{name}: a lever of stage {stage}; see [levers]")
+    return _plug(settings, "model", spec)
+
+
+def _plug(settings: Mapping[str, Any], stage: str, spec: ModelSpec) -> dict[str, Any]:
     # Not in the recipe's order: LEVERS has the order in which levers at one seam act.
     return {
-        name: plug_lever(name, settings[name], recipe.model)
+        name: plug_lever(name, settings[name], spec)
         for name in LEVERS
         if name in settings and stage == lever_module(name).STAGE
     }

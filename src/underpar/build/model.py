@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -10,19 +12,28 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from underpar.artifact.unpack import Artifact
-from underpar.build.levers import plug_levers
+from underpar.build.levers import plug_levers, plug_outer_levers
 from underpar.errors import ArtifactError
 from underpar.infer.predictor import Predictor
 from underpar.model.gpt import GPT
+from underpar.model.network import Network
 from underpar.quant.schemes import dequantize
 from underpar.recipe import Recipe
 from underpar.seams import Adapter
 
+# Imported by its name, so that the counted script of a GPT does not carry it.
+HNET = "underpar.model.hnet"
 
-def build_model(recipe: Recipe) -> GPT:
+
+def build_model(recipe: Recipe) -> Network:
     """The network with the recipe's model levers, freshly initialized."""
     modules: dict[str, nn.Module] = plug_levers(recipe, "model")
-    return GPT(recipe.model, modules)
+    if recipe.hnet is None:
+        return GPT(recipe.model, modules)
+    network: Network = import_module(HNET).HNet(
+        recipe.model, recipe.hnet, modules, partial(plug_outer_levers, recipe.hnet)
+    )
+    return network
 
 
 def weight_shapes(recipe: Recipe) -> dict[str, tuple[int, ...]]:
@@ -61,7 +72,7 @@ def build_predictor(
     return Predictor(weighted_model(artifact), device, list(adapters), dtype)
 
 
-def weighted_model(artifact: Artifact) -> GPT:
+def weighted_model(artifact: Artifact) -> Network:
     """The network of an artifact with its dequantized weights."""
     expected = weight_shapes(artifact.recipe)
     shapes = {name: t.shape for name, t in artifact.tensors.items()}

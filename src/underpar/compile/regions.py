@@ -1,9 +1,9 @@
 """A network compiled region by region, with one graph for all regions that look alike.
 
 Embedding, what levers do before a visit, each visit of a block, and the loss are regions. The loop
-over blocks is not compiled (`GPT.run_blocks`), so turning a depth loop on compiles nothing new, and
-layers that differ only in their weights share a graph. README.md in this folder has the reasons and
-the prices.
+over blocks is not compiled (`Trunk.visit_blocks`), so turning a depth loop on compiles nothing new,
+and layers that differ only in their weights share a graph. README.md in this folder has the reasons
+and the prices.
 
 Three runners, all in place of `model.network.EAGER`:
 
@@ -22,7 +22,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
@@ -31,8 +31,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from underpar.compile.deferred import kernels_later, outputs_like
 from underpar.compile.tracer import Compiler, Traced, autocasts, settings_of
 from underpar.model.kv_cache import PackedCache
-from underpar.model.network import Eager, Network
+from underpar.model.network import Eager, Network, Visited
 from underpar.seams import KVCache, Stream, Visit
+
+if TYPE_CHECKING:
+    from underpar.model.hnet import HNet
 
 # Dynamo gives up on a function after eight traces. Each visit of a long plan is one.
 MOST_TRACES = 4096
@@ -106,6 +109,7 @@ class TracedRun(CompiledRun):
         self._settings = settings_of(network)
         # One graph serves all numbers of pieces.
         mark_sized(cache.cu)
+        self._cache = cache
         x, start, angles = self.region(_embed)(network, tokens, cache)
         # Every attribute of the cache is part of what a graph is found by. Visits do not read the
         # context, so it is taken away: one graph then serves all contexts, and a visit that reads
@@ -114,19 +118,33 @@ class TracedRun(CompiledRun):
         del without_context.context
         return Stream(x, start, tokens, without_context, angles)
 
-    def before_block(self, network: Network, visit: Visit, stream: Stream) -> None:
-        """Apply what levers do to the stream before a visit: a region."""
-        self._advance(_before_block, network, visit, stream)
+    def cut(self, network: HNet, stream: Stream) -> Stream:
+        """The stream of chunks, a region; like that of tokens, its cache tells no context."""
+        kind, fields, parts = self.region(_cut)(network, replace(stream, cache=self._cache))
+        cache = kind.__new__(kind)
+        vars(cache).update(fields)
+        mark_sized(cache.cu)
+        x, start, chunk_tokens, angles, kept = parts
+        return Stream(x, start, chunk_tokens, cache, angles, kept)
 
-    def block(self, network: Network, visit: Visit, stream: Stream) -> None:
+    def join(self, network: HNet, stream: Stream, chunks: Stream) -> Stream:
+        """The stream of tokens again, from that of chunks: a region."""
+        x, start, kept = self.region(_join)(network, stream, chunks)
+        return Stream(x, start, stream.tokens, stream.cache, stream.angles, kept)
+
+    def before_block(self, trunk: Visited, visit: Visit, stream: Stream) -> None:
+        """Apply what levers do to the stream before a visit: a region."""
+        self._advance(_before_block, trunk, visit, stream)
+
+    def block(self, trunk: Visited, visit: Visit, stream: Stream) -> None:
         """Take the stream through a visit of a block: a region."""
-        self._advance(_block, network, visit, stream)
+        self._advance(_block, trunk, visit, stream)
 
     def _advance(
-        self, part: Callable[..., Any], network: Network, visit: Visit, stream: Stream
+        self, part: Callable[..., Any], trunk: Visited, visit: Visit, stream: Stream
     ) -> None:
         stream.x = another_object(stream.x)
-        stream.x, stream.kept = self.region(part)(network, visit, stream)
+        stream.x, stream.kept = self.region(part)(trunk, visit, stream)
 
     def end(
         self, function: Callable[..., Any], network: Network, stream: Stream, *rest: Any
@@ -140,15 +158,27 @@ def _embed(network: Network, tokens: Tensor, cache: KVCache) -> tuple[Any, ...]:
     return stream.x, stream.start, stream.angles
 
 
-def _before_block(network: Network, visit: Visit, stream: Stream) -> tuple[Tensor, dict[str, Any]]:
+def _cut(network: HNet, stream: Stream) -> tuple[type, dict[str, Any], tuple[Any, ...]]:
+    chunks = network.cut(stream)
+    fields = {name: value for name, value in vars(chunks.cache).items() if name != "context"}
+    parts = (chunks.x, chunks.start, chunks.tokens, chunks.angles, chunks.kept)
+    return type(chunks.cache), fields, parts
+
+
+def _join(network: HNet, stream: Stream, chunks: Stream) -> tuple[Any, ...]:
+    joined = network.join(stream, chunks)
+    return joined.x, joined.start, joined.kept
+
+
+def _before_block(trunk: Visited, visit: Visit, stream: Stream) -> tuple[Tensor, dict[str, Any]]:
     stream = _copy_of(stream)
-    network.before_block(visit, stream)
+    trunk.before_block(visit, stream)
     return stream.x, stream.kept
 
 
-def _block(network: Network, visit: Visit, stream: Stream) -> tuple[Tensor, dict[str, Any]]:
+def _block(trunk: Visited, visit: Visit, stream: Stream) -> tuple[Tensor, dict[str, Any]]:
     stream = _copy_of(stream)
-    network.run_block(visit, stream)
+    trunk.run_block(visit, stream)
     return stream.x, stream.kept
 
 
@@ -206,14 +236,14 @@ class DynamoVisits(DynamoRun):
         stream: Stream = self._embed(network, tokens, cache)
         return stream
 
-    def before_block(self, network: Network, visit: Visit, stream: Stream) -> None:
+    def before_block(self, trunk: Visited, visit: Visit, stream: Stream) -> None:
         """Nothing: it is part of the region of the visit."""
 
-    def block(self, network: Network, visit: Visit, stream: Stream) -> None:
+    def block(self, trunk: Visited, visit: Visit, stream: Stream) -> None:
         """Take the stream through a visit of a block, levers included: a region."""
         stream.x = another_object(stream.x)
         _mark_stream(stream)
-        self._visit(network, visit, stream)
+        self._visit(trunk, visit, stream)
 
     def end(
         self, function: Callable[..., Any], network: Network, stream: Stream, *rest: Any
@@ -223,9 +253,9 @@ class DynamoVisits(DynamoRun):
         return super().end(function, network, stream, *rest)
 
 
-def _visit(network: Network, visit: Visit, stream: Stream) -> None:
-    network.before_block(visit, stream)
-    network.run_block(visit, stream)
+def _visit(trunk: Visited, visit: Visit, stream: Stream) -> None:
+    trunk.before_block(visit, stream)
+    trunk.run_block(visit, stream)
 
 
 def _mark_stream(stream: Stream) -> None:

@@ -21,10 +21,13 @@ def soft_cap(
 ) -> Tensor:
     """cap tanh(logits / cap) in fp32 or more, as in Gemma 2 (arXiv:2408.00118).
 
-    `scale` is 2 / cap, if the caller has it already. `fused` computes 2 sigmoid(2 y) - 1 instead of
-    tanh(y): a third of the instructions on a GPU, and a difference of at most 1e-7 of the cap.
+    A cap of 0 leaves the logits as they are. `scale` is 2 / cap, if the caller has it already.
+    `fused` computes 2 sigmoid(2 y) - 1 instead of tanh(y): a third of the instructions on a GPU,
+    and a difference of at most 1e-7 of the cap.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if isinstance(cap, float) and cap == 0:
+        return logits
     scale = 2.0 / cap if scale is None else scale
     if fused:
         return cap * (2.0 * torch.sigmoid(logits * scale) - 1.0)
@@ -37,10 +40,10 @@ def capped_cross_entropy(
     """Mean nats of targets (N,) under logits (N, V), whose size `cap` bounds; or of each (N,).
 
     `fused` reads the logits once and subtracts no maximum, because exp of a bounded logit cannot
-    overflow (Parameter Golf PR 1787 fuses the same sum by hand). A cap above SAFE_CAP gets the
-    plain formula.
+    overflow (Parameter Golf PR 1787 fuses the same sum by hand). A cap above SAFE_CAP, or none (0),
+    gets the plain formula.
     """
-    if not fused or cap > SAFE_CAP:
+    if not fused or not 0 < cap <= SAFE_CAP:
         return F.cross_entropy(logits.float(), targets, reduction="mean" if mean else "none")
     # A mask instead of a gather, whose gradient would be another tensor of the size of the logits.
     is_target = torch.arange(logits.size(1), device=logits.device) == targets[:, None]

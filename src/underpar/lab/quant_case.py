@@ -27,7 +27,7 @@ from underpar.lab.published_coders import (
     side_bytes,
     split,
 )
-from underpar.model.gpt import GPT
+from underpar.model.network import Network
 from underpar.quant import lqer, tune
 from underpar.quant.allocate import Layout, RateCurve, gaussian_bits, rate_curve
 from underpar.quant.calibration import TrainingText
@@ -52,9 +52,9 @@ class Case:
     trained: Trained
     measured: Measured
     solver: Solver
-    model: GPT
+    model: Network
     """Holds the weights that are being priced."""
-    teacher: GPT
+    teacher: Network
     """Holds the trained weights."""
     text: TrainingText
     tuning: tune.Settings
@@ -109,7 +109,7 @@ def widen(scheme: Scheme, factor: float) -> Scheme:
     return replace(scheme, sigmas=round(scheme.sigmas * factor, 6))
 
 
-def load(model: GPT, weights: Mapping[str, np.ndarray]) -> None:
+def load(model: Network, weights: Mapping[str, np.ndarray]) -> None:
     """Give a model these weights."""
     model.load_state_dict(
         {n: torch.from_numpy(np.ascontiguousarray(w)) for n, w in weights.items()}

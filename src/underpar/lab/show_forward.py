@@ -23,7 +23,7 @@ from underpar.build.levers import find_lever, lever_settings, plug_levers
 from underpar.data.loader import segments_from_starts
 from underpar.model.gpt import GPT
 from underpar.model.kv_cache import PackedCache
-from underpar.recipe import Recipe
+from underpar.recipe import Recipe, require
 from underpar.seams import Visit
 from underpar.stages.pack import forecast_size
 
@@ -125,6 +125,7 @@ class Forward:
 
 def observe_forward(recipe: Recipe) -> Forward:
     """Build the recipe's network without numbers, run it once as it is scored, and observe it."""
+    require(recipe.hnet is None, "model.network = 'hnet': only the forward pass of a GPT is shown")
     observer = _Observer(_describe_settings(recipe))
     with torch.device("meta"):
         levers: dict[str, nn.Module] = plug_levers(recipe, "model")

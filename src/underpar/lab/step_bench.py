@@ -44,7 +44,6 @@ from underpar.kernels.attention.grids import SDPA
 from underpar.lab.bench import Bench, BenchResult, Instruments, run_benches
 from underpar.lab.candidates import AS_IT_IS, load_candidate
 from underpar.lab.clocks import clock_log
-from underpar.model.gpt import GPT
 from underpar.model.network import EAGER, Eager, Network, products
 from underpar.recipe import Recipe, to_tree
 from underpar.seams import BOS_ID
@@ -252,7 +251,7 @@ class TrainingStep:
         return accumulate(*parts, loss_of=self.loss)
 
 
-def random_network(recipe: Recipe, runtime: Runtime) -> GPT:
+def random_network(recipe: Recipe, runtime: Runtime) -> Network:
     """A network whose every path carries something: fresh networks multiply with zeros.
 
     Zeros hide mistakes, and a GPU multiplies them faster.

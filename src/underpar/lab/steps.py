@@ -20,8 +20,7 @@ from underpar.core.runtime import Runtime, seed_everything
 from underpar.data.made_up import made_up_batch
 from underpar.errors import BenchError
 from underpar.kernels.attention import backend_of
-from underpar.model.gpt import GPT
-from underpar.model.network import EAGER
+from underpar.model.network import EAGER, Network
 from underpar.recipe import Recipe, TrainPart
 from underpar.train.optim import Optimizer
 from underpar.train.step import accumulate, step_of
@@ -66,7 +65,7 @@ def measure_recipe(
 
 
 def measure_steps(
-    model: GPT,
+    model: Network,
     part: TrainPart,
     runtime: Runtime,
     num_steps: int = 50,
@@ -112,7 +111,7 @@ def _measure(training: _Training, num_steps: int, task: Task) -> Steps:
 class _Training:
     """A model, its optimizer and endless batches."""
 
-    def __init__(self, model: GPT, part: TrainPart, runtime: Runtime) -> None:
+    def __init__(self, model: Network, part: TrainPart, runtime: Runtime) -> None:
         self.plan = step_of(part)
         self.step_tokens = sum(micro.tokens for micro in self.plan)
         self.model, self.runtime = model, runtime

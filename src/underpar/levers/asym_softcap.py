@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from underpar.kernels.capped import soft_cap
-from underpar.recipe import ModelSpec
+from underpar.recipe import ModelSpec, require
 
 STAGE = "model"
 
@@ -38,6 +38,7 @@ class Lever(nn.Module):
 
     def __init__(self, settings: Settings, spec: ModelSpec) -> None:
         super().__init__()
+        require(spec.softcap > 0, "levers.asym_softcap: model.softcap = 0 is no cap to start from")
         self.start = spec.softcap
         start = torch.tensor(spec.softcap)
         self.cap_positive = nn.Parameter(start.clone(), requires_grad=settings.train)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from underpar.kernels.capped import soft_cap
-from underpar.recipe import ModelSpec
+from underpar.recipe import ModelSpec, require
 
 STAGE = "model"
 
@@ -35,6 +35,7 @@ class Lever(nn.Module):
 
     def __init__(self, settings: Settings, spec: ModelSpec) -> None:
         super().__init__()
+        require(spec.softcap > 0, "levers.softcap: model.softcap = 0 is no cap to start from")
         self.start = spec.softcap
         self.cap_both = nn.Parameter(torch.tensor(spec.softcap), requires_grad=settings.train)
         # A predictor freezes every weight; this says which were frozen before.

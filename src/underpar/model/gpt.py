@@ -14,23 +14,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from underpar.kernels.capped import soft_cap
 from underpar.model.hooks import Hooks
 from underpar.model.network import EAGER, Eager, Network
 from underpar.recipe import ModelSpec
 from underpar.seams import KVCache, Stream, Visit
 
 
-class GPT(Network):
-    """Embed -> blocks in the order of the plan -> tied head with a soft cap."""
+class Trunk(nn.Module):
+    """Blocks in the order of a plan, and the levers that act on them."""
 
     frequencies: Tensor
+    plan: tuple[Visit, ...]
+    tokens_per_position = 1.0
+    """Tokens per position of the stream; more where the stream is one of chunks."""
+    first_slot = 0
+    """Slot of the first visit: trunks that read the same cache have slots of their own."""
 
-    def __init__(self, spec: ModelSpec, levers: Mapping[str, nn.Module] | None = None) -> None:
-        super().__init__()
+    def _build(self, spec: ModelSpec, levers: Mapping[str, nn.Module] | None) -> None:
+        """Make the blocks. Not __init__, so that an embedding may come before them."""
         self.spec = spec
         self.hooks = hooks = Hooks(levers or {})
-        self.embedding = nn.Embedding(spec.vocab_size, spec.dim)
         self.blocks = nn.ModuleList(Block(spec, layer, hooks) for layer in range(spec.num_layers))
         self.levers = nn.ModuleDict(dict(levers or {}))
         frequencies = frequencies_of(spec.head_dim, spec.rope_base)
@@ -38,21 +41,6 @@ class GPT(Network):
         self.set_progress(1.0)
         for hook in hooks.check:
             hook(self.plan)
-        # Shapes alone need no numbers.
-        if not self.embedding.weight.is_meta:
-            self.init_weights()
-
-    def init_weights(self) -> None:
-        """Zero output projections: every block starts as the identity (PR 2014)."""
-        nn.init.normal_(self.embedding.weight, std=self.spec.embed_std)
-        for module in self.modules():
-            if isinstance(module, Attention):
-                for projection in (module.q, module.k, module.v):
-                    orthogonal_(projection.weight)
-                nn.init.zeros_(module.o.weight)
-            elif isinstance(module, MLP):
-                orthogonal_(module.up.weight)
-                nn.init.zeros_(module.down.weight)
 
     def set_progress(self, p: float) -> None:
         """Say how far training is, from 0 to 1: levers may visit the blocks in another order."""
@@ -61,31 +49,26 @@ class GPT(Network):
             tell_progress(p)
         for reorder in self.hooks.order:
             order = reorder(order)
-        self.plan = make_plan(order)
+        self.plan = make_plan(order, self.first_slot)
 
-    def run_blocks(self, tokens: Tensor, cache: KVCache, run: Eager = EAGER) -> Stream:
-        """The stream after the last block: embedding, then blocks in the order of the plan.
-
-        The only loop over blocks. A compiler passes its own `run`, which compiles the parts.
-        """
-        stream = run.embed(self, tokens, cache)
-        # Loops, skips and lanes change the plan or the hooks, never this loop.
-        for visit in self.plan:
-            run.before_block(self, visit, stream)
-            run.block(self, visit, stream)
-        return stream
-
-    def embed(self, tokens: Tensor, cache: KVCache) -> Stream:
-        """The stream that the first block reads."""
-        x = _autocast(self.embedding(tokens))
-        for hook in self.hooks.embed:
-            x = hook(x, tokens, cache)
-        x = _norm(x)
+    def begin(self, x: Tensor, tokens: Tensor, cache: KVCache) -> Stream:
+        """The stream that the first block reads, from x (N, dim)."""
         for hook in self.hooks.stem:
             x = hook(x, tokens, cache)
         lever = self.hooks.frequencies
         frequencies = self.frequencies if lever is None else lever(cache.context)
         return Stream(x, x, tokens, cache, angles_of(cache.positions, frequencies))
+
+    def visit_blocks(self, stream: Stream, run: Eager = EAGER) -> Stream:
+        """Take the stream through the blocks, in the order of the plan.
+
+        The only loop over blocks. A compiler passes its own `run`, which compiles the parts.
+        """
+        # Loops, skips and lanes change the plan or the hooks, never this loop.
+        for visit in self.plan:
+            run.before_block(self, visit, stream)
+            run.block(self, visit, stream)
+        return stream
 
     def before_block(self, visit: Visit, stream: Stream) -> None:
         """Apply what levers do before a visit."""
@@ -99,11 +82,46 @@ class GPT(Network):
         for hook in self.hooks.after:
             hook(visit, x_in, stream)
 
-    def finish(self, stream: Stream) -> Tensor:
-        """What the head reads (N, dim), from the stream after the last block."""
+    def close(self, stream: Stream) -> Tensor:
+        """What the blocks made of the stream (N, dim)."""
         for hook in self.hooks.finish:
             hook(stream)
-        return _norm(stream.x)
+        return stream.x
+
+
+class GPT(Trunk, Network):
+    """Embed -> blocks in the order of the plan -> tied head with a soft cap."""
+
+    head_name = "embedding.weight"
+
+    def __init__(self, spec: ModelSpec, levers: Mapping[str, nn.Module] | None = None) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(spec.vocab_size, spec.dim)
+        self._build(spec, levers)
+        # Shapes alone need no numbers.
+        if not self.embedding.weight.is_meta:
+            nn.init.normal_(self.embedding.weight, std=spec.embed_std)
+            init_blocks(self)
+
+    @property
+    def trunks(self) -> tuple[Trunk, ...]:
+        """The blocks, which are those of the network itself."""
+        return (self,)
+
+    def run_blocks(self, tokens: Tensor, cache: KVCache, run: Eager = EAGER) -> Stream:
+        """The stream after the last block."""
+        return self.visit_blocks(run.embed(self, tokens, cache), run)
+
+    def embed(self, tokens: Tensor, cache: KVCache) -> Stream:
+        """The stream that the first block reads."""
+        x = _autocast(self.embedding(tokens))
+        for hook in self.hooks.embed:
+            x = hook(x, tokens, cache)
+        return self.begin(norm(x), tokens, cache)
+
+    def finish(self, stream: Stream) -> Tensor:
+        """What the head reads (N, dim), from the stream after the last block."""
+        return norm(self.close(stream))
 
     def head(self, x: Tensor, fused: bool = False) -> Tensor:
         """Logits (N, V) of hidden states (N, dim); each row is computed on its own."""
@@ -112,12 +130,17 @@ class GPT(Network):
             logits = hook("head", None, logits, x)
         return self.cap(logits, fused)
 
-    def cap(self, logits: Tensor, fused: bool = False) -> Tensor:
-        """Bound the raw logits (N, V); `fused`: with the formula made for compilers."""
-        lever = self.hooks.cap
-        if lever is not None:
-            return lever(logits, fused)
-        return soft_cap(logits, self.spec.softcap, fused=fused)
+
+def init_blocks(model: nn.Module) -> None:
+    """Zero output projections: every block starts as the identity (PR 2014)."""
+    for module in model.modules():
+        if isinstance(module, Attention):
+            for projection in (module.q, module.k, module.v):
+                orthogonal_(projection.weight)
+            nn.init.zeros_(module.o.weight)
+        elif isinstance(module, MLP):
+            orthogonal_(module.up.weight)
+            nn.init.zeros_(module.down.weight)
 
 
 class Block(nn.Module):
@@ -160,7 +183,7 @@ class Block(nn.Module):
         return self._branch(self.mlp_scale, self.mlp(self._normed(x), visit))
 
     def _normed(self, x: Tensor) -> Tensor:
-        x = _norm(x)
+        x = norm(x)
         for hook in self.hooks.normed:
             x = hook(self.layer, x)
         return x
@@ -258,17 +281,18 @@ class MLP(nn.Module):
 
 
 @lru_cache(maxsize=64)
-def make_plan(order: tuple[int, ...]) -> tuple[Visit, ...]:
+def make_plan(order: tuple[int, ...], first_slot: int = 0) -> tuple[Visit, ...]:
     """One visit for each entry of `order`; the first half (rounded down) is the encoder."""
     half = len(order) // 2
     seen: dict[int, int] = {}
     visits, num_sites = [], 0
-    for slot, layer in enumerate(order):
+    for place, layer in enumerate(order):
         repeat = seen.get(layer, 0)
         seen[layer] = repeat + 1
         site = num_sites if repeat else -1
         num_sites += repeat > 0
-        visits.append(Visit(slot, layer, repeat, site, slot - half if slot >= half else -1))
+        decoder = place - half if place >= half else -1
+        visits.append(Visit(first_slot + place, layer, repeat, site, decoder))
     return tuple(visits)
 
 
@@ -315,7 +339,8 @@ def orthogonal_(weight: Tensor) -> None:
     weight.copy_(q.T if q.shape != weight.shape else q)
 
 
-def _norm(x: Tensor) -> Tensor:
+def norm(x: Tensor) -> Tensor:
+    """x (N, dim) with rows of unit RMS."""
     # Autocast may norm in fp32; the stream keeps its precision.
     return F.rms_norm(x, (x.size(-1),)).to(x.dtype)
 

@@ -5,6 +5,8 @@ Lanes that read chunks of tokens are in `chunk_cache.py`.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,6 +14,9 @@ from torch import Tensor
 from underpar.data.batch import Segments
 from underpar.kernels.attention import attend
 from underpar.recipe import ModelSpec
+
+if TYPE_CHECKING:
+    from underpar.model.chunks import LaneChunks
 
 # Memory grows in spans of this many positions.
 SPAN = 64
@@ -44,9 +49,11 @@ class LaneCache:
 
     def __init__(self, spec: ModelSpec, num_lanes: int, device: torch.device) -> None:
         self.context = spec.context
+        self.spec = spec
+        self.chunks: LaneChunks | None = None
+        """The cache of the chunks of these tokens, if a network reads chunks (model/chunks.py)."""
         self._lanes = torch.arange(num_lanes, device=device)
         self.positions = torch.zeros(num_lanes, dtype=torch.long, device=device)
-        self._sizes = (spec.num_kv_heads, spec.head_dim)
         # By slot of the plan, not by layer: a layer that is visited twice has two caches.
         self._slots: dict[int, Tensor] = {}
         self._offsets = torch.arange(spec.context, device=device)
@@ -73,7 +80,7 @@ class LaneCache:
 
     def _room(self, slot: int, like: Tensor) -> Tensor:
         """Keys and values (2, L, K, room, D) of a slot; the room doubles as segments grow."""
-        num_heads, head_dim = self._sizes
+        num_heads, head_dim = like.shape[1:]
         cache = self._slots.get(slot)
         if cache is None:
             cache = like.new_zeros(2, len(self._lanes), num_heads, self._span, head_dim)
@@ -100,6 +107,8 @@ class LaneCache:
         self._lanes = self._lanes[: len(lanes)]
         self._slots = {slot: cache[:, lanes] for slot, cache in self._slots.items()}
         self._last = {name: x[lanes] for name, x in self._last.items()}
+        if self.chunks is not None:
+            self.chunks.keep(lanes)
 
     def reset(self, lanes: Tensor) -> None:
         """Begin a new document in the lanes where `lanes` (L,) is true."""

@@ -1,7 +1,7 @@
 """What training, scoring and compiling know of a network, and how its forward pass is run.
 
 A network embeds tokens into a stream, takes the stream through the visits of its plan, and reads
-logits from what comes out. `GPT` is one; another one is a subclass of `Network` beside it.
+logits from what comes out. `GPT` is one, `HNet` another; each is a subclass of `Network`.
 """
 
 from __future__ import annotations
@@ -9,14 +9,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from underpar.kernels.capped import soft_cap
 from underpar.model.hooks import Hooks
 from underpar.schema import ModelSpec
 from underpar.seams import KVCache, Stream, Visit
+
+if TYPE_CHECKING:
+    from underpar.model.gpt import Trunk
+    from underpar.model.hnet import HNet
 
 # Rows of logits made at a time: all logits of a long text take gigabytes.
 ROWS = 8192
@@ -25,6 +30,16 @@ ROWS = 8192
 def products(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[None]:
     """Inside, matrix products run in `dtype`; fp32 leaves everything as it is."""
     return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype=dtype)
+
+
+class Visited(Protocol):
+    """What a stream visits: a network, or one of its trunks."""
+
+    def before_block(self, visit: Visit, stream: Stream) -> None:
+        """Prepare the stream for a visit."""
+
+    def run_block(self, visit: Visit, stream: Stream, run: Eager = ...) -> None:
+        """Take the stream through one visit."""
 
 
 class Eager:
@@ -37,13 +52,21 @@ class Eager:
         """The stream that the first block reads. Every forward pass begins here."""
         return network.embed(tokens, cache)
 
-    def before_block(self, network: Network, visit: Visit, stream: Stream) -> None:
-        """Apply what levers do to the stream before a visit."""
-        network.before_block(visit, stream)
+    def cut(self, network: HNet, stream: Stream) -> Stream:
+        """The stream of chunks that the main network of an H-Net reads."""
+        return network.cut(stream)
 
-    def block(self, network: Network, visit: Visit, stream: Stream) -> None:
+    def join(self, network: HNet, stream: Stream, chunks: Stream) -> Stream:
+        """The stream that the decoder of an H-Net reads."""
+        return network.join(stream, chunks)
+
+    def before_block(self, trunk: Visited, visit: Visit, stream: Stream) -> None:
+        """Apply what levers do to the stream before a visit."""
+        trunk.before_block(visit, stream)
+
+    def block(self, trunk: Visited, visit: Visit, stream: Stream) -> None:
         """Take the stream through a block, and apply what levers do after it."""
-        network.run_block(visit, stream, self)
+        trunk.run_block(visit, stream, self)
 
     def attention(self, block: Any, x: Tensor, visit: Visit, stream: Stream) -> Tensor:
         """What the attention branch of a block adds (N, dim), reading x (N, dim)."""
@@ -73,6 +96,24 @@ class Network(nn.Module, ABC):
     """The visits of one forward pass, in order."""
     hooks: Hooks
     """What levers do in the forward pass. Adapters add theirs with `hooks.change`."""
+    head_name = "embedding.weight"
+    """The weight that makes the logits."""
+    table_name = "embedding"
+    """The module that looks tokens up; if the head is tied, of the same weight."""
+
+    @property
+    def trunks(self) -> tuple[Trunk, ...]:
+        """Its runs of blocks, in the order of the forward pass."""
+        return ()
+
+    @property
+    def flops_outside(self) -> float:
+        """Operations per token, in the forward pass, of the products outside of blocks."""
+        return 2.0 * self.spec.dim * self.spec.vocab_size
+
+    def auxiliary_loss(self, stream: Stream) -> Tensor | None:
+        """What training adds to the loss, from the stream after the last block; None: nothing."""
+        return None
 
     @abstractmethod
     def set_progress(self, p: float) -> None:
@@ -81,14 +122,6 @@ class Network(nn.Module, ABC):
     @abstractmethod
     def embed(self, tokens: Tensor, cache: KVCache) -> Stream:
         """The stream that the first block reads, from tokens (N,) that continue the cache."""
-
-    @abstractmethod
-    def before_block(self, visit: Visit, stream: Stream) -> None:
-        """Prepare the stream for a visit."""
-
-    @abstractmethod
-    def run_block(self, visit: Visit, stream: Stream, run: Eager = EAGER) -> None:
-        """Take the stream through one visit."""
 
     @abstractmethod
     def run_blocks(self, tokens: Tensor, cache: KVCache, run: Eager = EAGER) -> Stream:
@@ -105,6 +138,13 @@ class Network(nn.Module, ABC):
         `fused`: with the formulas made for compilers, which round differently.
         """
 
+    def cap(self, logits: Tensor, fused: bool = False) -> Tensor:
+        """Bound the raw logits (N, V); `fused`: with the formula made for compilers."""
+        lever = self.hooks.cap
+        if lever is not None:
+            return lever(logits, fused)
+        return soft_cap(logits, self.spec.softcap, fused=fused)
+
     def hidden(self, tokens: Tensor, cache: KVCache) -> Tensor:
         """What the head reads (N, dim), after each of tokens (N,)."""
         return self.finish(self.run_blocks(tokens, cache))
@@ -117,7 +157,8 @@ class Network(nn.Module, ABC):
 @contextmanager
 def as_scored(network: Network) -> Iterator[None]:
     """Inside, modes and plan are those of scoring; afterwards they are what they were."""
-    modes, plan = [(module, module.training) for module in network.modules()], network.plan
+    modes = [(module, module.training) for module in network.modules()]
+    plans = [(module, module.plan) for module, _ in modes if hasattr(module, "plan")]
     network.eval()
     network.set_progress(1.0)
     try:
@@ -125,5 +166,6 @@ def as_scored(network: Network) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
-        # The plan alone: set_progress is called again before another plan is made.
-        network.plan = plan
+        # The plans alone: set_progress is called again before another plan is made.
+        for module, plan in plans:
+            module.plan = plan

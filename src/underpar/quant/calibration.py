@@ -24,13 +24,13 @@ from underpar.data.batch import Batch, segments_from_starts
 from underpar.data.folder import DataFolder
 from underpar.data.loader import Loader, MicroBatch, prefetch
 from underpar.errors import ArtifactError, RuleError
-from underpar.model.gpt import GPT
+from underpar.model.gpt import Block
 from underpar.model.kv_cache import PackedCache
-from underpar.model.network import as_scored, products
+from underpar.model.network import Network, as_scored, products
 from underpar.recipe import require
 from underpar.seams import BOS_ID
 
-# The tied embedding; its inputs here are those of the head.
+# A tied embedding; its inputs here are those of the head.
 HEAD = "embedding.weight"
 
 # Differs from the seeds of recipes, so that calibration reads documents in another order.
@@ -159,16 +159,17 @@ class Calibration:
         return (self.hessians[name].diagonal() / self.num_inputs[name]).sqrt()
 
 
-def collect(model: GPT, text: Text, runtime: Runtime) -> Calibration:
+def collect(model: Network, text: Text, runtime: Runtime) -> Calibration:
     """Run the model over `text`, as scoring would, all ranks together; the model is unchanged."""
     shared = sites_of(model)
     sums = {site: _Sum(model.get_parameter(names[0])) for site, names in shared.items()}
     num_tokens = torch.zeros((), dtype=torch.int64, device=runtime.device)
     with torch.no_grad(), as_scored(model), _fast_products(runtime):
         for batch in read(text, model, runtime):
-            with watching(model, {site: sums[site].watch for site in shared if site != HEAD}):
+            blocks = {site: total.watch for site, total in sums.items() if site != model.head_name}
+            with watching(model, blocks):
                 hidden = hidden_of(model, batch, runtime)
-            sums[HEAD].add(hidden)
+            sums[model.head_name].add(hidden)
             num_tokens += len(batch.inputs)
     sum_over_ranks([total.hessian for total in sums.values()], runtime)
     sum_over_ranks([*(total.num_inputs for total in sums.values()), num_tokens], runtime)
@@ -186,15 +187,14 @@ def collect(model: GPT, text: Text, runtime: Runtime) -> Calibration:
     return Calibration(hessians, num_inputs, int(num_tokens), largest)
 
 
-def sites_of(model: GPT) -> dict[str, tuple[str, ...]]:
+def sites_of(model: Network) -> dict[str, tuple[str, ...]]:
     """Module whose inputs are summed (or the head) -> names of all weights with these inputs."""
     sites = {}
-    for layer in range(len(model.blocks)):
-        block = f"blocks.{layer}"
+    for block in (name for name, module in model.named_modules() if isinstance(module, Block)):
         sites[f"{block}.attn.q"] = tuple(f"{block}.attn.{name}.weight" for name in "qkv")
         for name in ("attn.o", "mlp.up", "mlp.down"):
             sites[f"{block}.{name}"] = (f"{block}.{name}.weight",)
-    return {**sites, HEAD: (HEAD,)}
+    return {**sites, model.head_name: (model.head_name,)}
 
 
 class _Sum:
@@ -223,7 +223,7 @@ class _Sum:
         return (self.hessian + self.hessian.T) / 2
 
 
-def read(text: Text, model: GPT, runtime: Runtime) -> Iterator[Batch]:
+def read(text: Text, model: Network, runtime: Runtime) -> Iterator[Batch]:
     """This rank's batches, on its device; anything but calibration text is refused."""
     if not isinstance(text, Text):
         raise RuleError(
@@ -233,7 +233,7 @@ def read(text: Text, model: GPT, runtime: Runtime) -> Iterator[Batch]:
         yield batch.to(runtime.device, non_blocking=True)
 
 
-def hidden_of(model: GPT, batch: Batch, runtime: Runtime) -> Tensor:
+def hidden_of(model: Network, batch: Batch, runtime: Runtime) -> Tensor:
     """Hidden states (N, dim) of a batch, in the precision of training."""
     with products(runtime.device, runtime.dtype):
         return model.hidden(batch.inputs, PackedCache(batch.segments))
@@ -244,7 +244,7 @@ ForwardHook = Callable[[nn.Module, tuple[Tensor], Tensor], Tensor | None]
 
 
 @contextmanager
-def watching(model: GPT, watches: Mapping[str, ForwardHook]) -> Iterator[None]:
+def watching(model: Network, watches: Mapping[str, ForwardHook]) -> Iterator[None]:
     """Inside, each named module calls its hook after every forward pass."""
     handles = [
         model.get_submodule(name).register_forward_hook(watch) for name, watch in watches.items()

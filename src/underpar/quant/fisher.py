@@ -33,8 +33,7 @@ from torch import Tensor, nn
 from underpar.core.dist import sum_over_ranks
 from underpar.core.runtime import Runtime
 from underpar.errors import ArtifactError
-from underpar.model.gpt import GPT
-from underpar.model.network import ROWS, as_scored, products
+from underpar.model.network import ROWS, Network, as_scored, products
 from underpar.quant.calibration import (
     HEAD,
     SEED,
@@ -70,11 +69,12 @@ class Fisher:
         return rows.clamp_min(FLOOR * float(rows.mean()))
 
 
-def measure(model: GPT, text: Text, runtime: Runtime, seed: int = SEED) -> Fisher:
+def measure(model: Network, text: Text, runtime: Runtime, seed: int = SEED) -> Fisher:
     """Measure by one backward pass per batch of `text`, all ranks together; no weight changes."""
-    names = [name for shared in sites_of(model).values() for name in shared if name != HEAD]
+    shared = sites_of(model).values()
+    names = [name for together in shared for name in together if name != model.head_name]
     outputs = {name: _Squares(model.get_parameter(name)) for name in names}
-    table = _Table(model.embedding.weight)
+    table = _Table(model.get_parameter(f"{model.table_name}.weight"))
     head = torch.zeros_like(table.squares)
     num_tokens = torch.zeros((), dtype=torch.int64, device=runtime.device)
     watches = {name.removesuffix(".weight"): outputs[name].watch for name in names}
@@ -82,14 +82,14 @@ def measure(model: GPT, text: Text, runtime: Runtime, seed: int = SEED) -> Fishe
         for index, batch in enumerate(read(text, model, runtime)):
             source = torch.Generator(runtime.device)
             source.manual_seed(seed + index * runtime.world + runtime.rank)
-            with torch.enable_grad(), watching(model, {**watches, "embedding": table.watch}):
+            with torch.enable_grad(), watching(model, {**watches, model.table_name: table.watch}):
                 hidden = hidden_of(model, batch, runtime)
                 hidden.backward(_score(model, hidden, head, source, runtime))
             num_tokens += len(batch.inputs)
     sum_over_ranks([*(sums.squares for sums in outputs.values()), head, table.squares], runtime)
     sum_over_ranks([*(sums.num_inputs for sums in outputs.values()), num_tokens], runtime)
     means = {name: sums.squares / sums.num_inputs for name, sums in outputs.items()}
-    means[HEAD] = head / num_tokens
+    means[model.head_name] = head / num_tokens
     for name, mean in means.items():
         if not mean.isfinite().all():
             raise ArtifactError(f"gradients at {name} are NaN or infinite; the run diverged")
@@ -130,7 +130,7 @@ class _Table:
 
 
 def _score(
-    model: GPT, hidden: Tensor, head: Tensor, source: torch.Generator, runtime: Runtime
+    model: Network, hidden: Tensor, head: Tensor, source: torch.Generator, runtime: Runtime
 ) -> Tensor:
     """The gradient (N, dim) at `hidden` of the summed loss with sampled labels.
 
@@ -140,7 +140,7 @@ def _score(
     for rows in hidden.detach().split(ROWS):
         rows = rows.detach().requires_grad_()
         with products(runtime.device, runtime.dtype):
-            raw = F.linear(rows, model.embedding.weight)
+            raw = F.linear(rows, model.get_parameter(model.head_name))
         capped = model.cap(raw)
         # Checked before sampling: on a GPU, sampling from NaN kills the process.
         if not capped.isfinite().all():

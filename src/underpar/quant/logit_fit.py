@@ -24,8 +24,7 @@ from underpar.data.batch import Batch
 from underpar.data.folder import DataFolder
 from underpar.data.loader import Loader, Place, prefetch
 from underpar.errors import ArtifactError
-from underpar.model.gpt import GPT
-from underpar.model.network import ROWS, as_scored, products
+from underpar.model.network import ROWS, Network, as_scored, products
 from underpar.quant.calibration import hidden_of, require_training_split
 from underpar.schema import TrainPart
 from underpar.train.step import open_loader
@@ -115,7 +114,7 @@ class LogitFit:
 
 
 def fit_logits(
-    model: GPT,
+    model: Network,
     classes: Tensor,
     start: Numbers,
     text: UnreadText,
@@ -158,7 +157,7 @@ class Example:
         return Example(self.hidden[begin:end], self.targets[begin:end])
 
 
-def _read(model: GPT, text: UnreadText, runtime: Runtime) -> Example:
+def _read(model: Network, text: UnreadText, runtime: Runtime) -> Example:
     """Hidden states and targets of this rank's share of the text."""
     batches = [b.to(runtime.device) for b in text.batches(model.spec.context, runtime)]
     hidden = torch.cat([hidden_of(model, batch, runtime) for batch in batches])
@@ -183,7 +182,7 @@ class Sums(NamedTuple):
 class LogitProblem:
     """A model, and the classes of its tokens as one_hot (V, K)."""
 
-    model: GPT
+    model: Network
     one_hot: Tensor
     runtime: Runtime
 

@@ -13,8 +13,11 @@ from underpar.errors import RecipeError
 from underpar.quant.rounding import round_tensor
 from underpar.quant.schemes import QuantizedModel, Scheme, parse_scheme
 
-# The matrices whose inputs `quant.calibration` reads.
-CALIBRATED = re.compile(r"blocks\.\d+\.(attn\.[qkvo]|mlp\.(up|down))\.weight|embedding\.weight")
+# The matrices whose inputs `quant.calibration` reads: those of blocks, and the head.
+CALIBRATED = re.compile(
+    r"((encoder|main|decoder)\.)?blocks\.\d+\.(attn\.[qkvo]|mlp\.(up|down))\.weight"
+    r"|embedding\.weight|lm_head\.weight"
+)
 
 
 def match_rules(names: Sequence[str], rules: Sequence[str]) -> dict[str, Scheme]:

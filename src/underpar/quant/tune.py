@@ -22,8 +22,7 @@ from underpar.core.dist import sum_over_ranks
 from underpar.core.runtime import Runtime
 from underpar.data.batch import Batch
 from underpar.errors import ArtifactError, RecipeError
-from underpar.model.gpt import GPT
-from underpar.model.network import ROWS, as_scored, products
+from underpar.model.network import ROWS, Network, as_scored, products
 from underpar.model.sliced_head import backward_head
 from underpar.quant.calibration import Text, hidden_of, read
 from underpar.quant.fisher import frozen
@@ -58,9 +57,9 @@ class _Example:
 
 
 def tune(
-    model: GPT,
+    model: Network,
     names: Sequence[str],
-    teacher: GPT,
+    teacher: Network,
     text: Text,
     runtime: Runtime,
     settings: Settings,
@@ -91,8 +90,8 @@ def tune(
 
 def tune_halves(
     tensors: QuantizedModel,
-    model: GPT,
-    teacher: GPT,
+    model: Network,
+    teacher: Network,
     text: Text,
     runtime: Runtime,
     settings: Settings,
@@ -123,7 +122,7 @@ def _to_half(parameter: nn.Parameter) -> Tensor:
 
 
 @contextmanager
-def _lent(model: GPT, names: Sequence[str]) -> Iterator[list[nn.Parameter]]:
+def _lent(model: Network, names: Sequence[str]) -> Iterator[list[nn.Parameter]]:
     """Inside, only these parameters can be trained; afterwards everything is as before."""
     parameters = [model.get_parameter(name) for name in names]
     before = [(parameter.detach().clone(), parameter.grad) for parameter in parameters]
@@ -138,7 +137,7 @@ def _lent(model: GPT, names: Sequence[str]) -> Iterator[list[nn.Parameter]]:
                 parameter.requires_grad_(False).grad = grad
 
 
-def _read(text: Text, teacher: GPT, runtime: Runtime) -> list[_Example]:
+def _read(text: Text, teacher: Network, runtime: Runtime) -> list[_Example]:
     """This rank's examples, two or more."""
     with torch.no_grad():
         examples = [
@@ -158,9 +157,9 @@ def _read(text: Text, teacher: GPT, runtime: Runtime) -> list[_Example]:
 class _Student:
     """A rounded model, its trainable parameters, and the model that it should imitate."""
 
-    model: GPT
+    model: Network
     parameters: list[nn.Parameter]
-    teacher: GPT
+    teacher: Network
     runtime: Runtime
 
     def learn(self, examples: Sequence[_Example], settings: Settings) -> None:

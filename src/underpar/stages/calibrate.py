@@ -22,7 +22,7 @@ from underpar.core.tensor_files import read_tensors, require_shapes
 from underpar.data.folder import DataFolder, data_identity, hash_file, load_data
 from underpar.errors import RecipeError, RunError
 from underpar.infer.predictor import Predictor
-from underpar.model.gpt import GPT
+from underpar.model.network import Network
 from underpar.quant import fisher
 from underpar.quant.calibration import SelfGenerated, Text, TrainingText, collect
 from underpar.quant.files import Measured, save_measured
@@ -57,7 +57,7 @@ def read_trained(folder: RunFolder) -> Trained:
     return Trained(recipe, weights, hash_file(path), Fields(path, about).count("step"))
 
 
-def load_model(recipe: Recipe, weights: Mapping[str, np.ndarray]) -> GPT:
+def load_model(recipe: Recipe, weights: Mapping[str, np.ndarray]) -> Network:
     """The recipe's network with these weights."""
     model = build_model(recipe)
     model.load_state_dict({name: torch.from_numpy(w) for name, w in weights.items()})
@@ -116,7 +116,7 @@ def require_own_data(folder: RunFolder, data: DataFolder, runtime: Runtime) -> N
         )
 
 
-def _text(source: str, recipe: Recipe, data: DataFolder, model: GPT, num_batches: int) -> Text:
+def _text(source: str, recipe: Recipe, data: DataFolder, model: Network, num_batches: int) -> Text:
     if source == "train":
         return training_text(recipe, data, num_batches)
     if source != "self":

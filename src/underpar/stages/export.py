@@ -79,6 +79,8 @@ def export(artifact_path: Path, out: Path, runtime: Runtime) -> dict[str, Any]:
     if out.suffix not in writers:
         raise UnderparError(f"{out}: expected a name that ends with {' or '.join(writers)}")
     artifact, identity = read_artifact(artifact_path)
+    if artifact.recipe.hnet is not None:
+        raise ArtifactError(f"{artifact_path}: an H-Net cuts its text into chunks; export a GPT")
     predictor = build_predictor(artifact, runtime.device)
     content, program = writers[out.suffix](trace(predictor.model))
     difference = None if program is None else largest_difference(program, predictor)

@@ -54,7 +54,9 @@ from underpar.train.validate import Validator
 # The width from which a model keeps a GPU busy.
 WIDE_MODEL = 512
 # Outputs of a block's matrices that training keeps for the way back.
-SAVED_OUTPUTS = ("attn.q", "attn.k", "attn.v", "mlp.up")
+SAVED_OUTPUTS = ("attn.q.weight", "attn.k.weight", "attn.v.weight", "mlp.up.weight")
+# Matrices whose input it keeps.
+SAVED_INPUTS = ("attn.q.weight", "mlp.up.weight")
 
 
 def train(
@@ -321,10 +323,16 @@ def require_memory(
     What every block keeps for the way back is at least its two inputs, queries, keys, values and
     the hidden layer, in half precision. Each weight has a gradient and a momentum, in fp32.
     """
-    part, spec = recipe.train, recipe.model
+    part = recipe.train
     num_tokens = max(part.micro_sizes or (part.micro_batch_tokens,))
-    saved = (f"blocks.{i}.{name}.weight" for i in range(spec.num_layers) for name in SAVED_OUTPUTS)
-    width = sum(shapes[name][0] for name in saved) + 2 * spec.num_layers * spec.dim
+    width = 0.0
+    for name, shape in shapes.items():
+        # The main network of an H-Net reads chunks of several tokens.
+        share = 1 / recipe.hnet.bytes_per_chunk if recipe.hnet and name.startswith("main.") else 1
+        if name.endswith(SAVED_OUTPUTS):
+            width += share * shape[0]
+        if name.endswith(SAVED_INPUTS):
+            width += share * shape[1]
     weights_bytes = 12 * sum(math.prod(shape) for shape in shapes.values())
     least = weights_bytes + 2 * num_tokens * width
     if least > free_bytes:

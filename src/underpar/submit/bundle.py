@@ -26,6 +26,7 @@ from functools import cache, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 
+from underpar.build.model import HNET
 from underpar.levers import LEVERS, lever_module
 from underpar.recipe import Recipe
 
@@ -79,8 +80,12 @@ def _compress(raw: bytes) -> bytes:
 
 def modules_of(recipe: Recipe, entry: str = ENTRY, also: Sequence[str] = ()) -> set[str]:
     """The modules of a bundle."""
-    names = [name for name in recipe.levers if name in LEVERS]
+    outer = recipe.hnet.levers if recipe.hnet else ()
+    names = [name for name in LEVERS if name in recipe.levers or name in outer]
     roots = [entry, *also, *(LEVERS[name] for name in names)]
+    if recipe.hnet:
+        # Imported by its name, too.
+        roots.append(HNET)
     # An engine is imported by its name, which following imports does not find.
     roots += [m.ENGINE for m in map(lever_module, names) if hasattr(m, "ENGINE")]
     return module_closure(roots)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
+
 from torch import nn
 
 from underpar.schema import GROUPS
 
+# Of blocks: those of a GPT, or of a trunk of an H-Net. Also what stands between its trunks.
+MATRIX = re.compile(r"((encoder|main|decoder)\.)?blocks\.|up\.|down\.")
+
 
 def group_of(name: str, parameter: nn.Parameter) -> str:
     """Embedding tables (the levers' too), the blocks' matrices, and everything else."""
-    if name.startswith("embedding.") or name.endswith(".table.weight"):
+    if name in ("embedding.weight", "byte_embedding.weight") or name.endswith(".table.weight"):
         return "embed"
-    if name.startswith("blocks.") and parameter.ndim == 2:
+    if MATRIX.match(name) and parameter.ndim == 2:
         return "matrix"
     return "scalar"
 

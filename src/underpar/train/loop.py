@@ -36,7 +36,7 @@ from underpar.train.evidence import Evidence
 from underpar.train.feed import Feed
 from underpar.train.guard import Guard
 from underpar.train.loss_forecast import Forecast
-from underpar.train.meter import Meter, flops_per_token, peak_flops
+from underpar.train.meter import Meter, network_flops, peak_flops
 from underpar.train.optim import Optimizer
 from underpar.train.step import accumulate, sum_penalties
 from underpar.train.validate import Validation, Validator
@@ -259,7 +259,7 @@ class Trainer:
     def _token_flops(self, context: int | None) -> float:
         """Operations per token, forward and backward, of a step cut at `context` or as planned."""
         planned = fmean(micro.context for micro in self.loader.plan)
-        return flops_per_token(self.model.spec, self.model.plan, context or planned)
+        return network_flops(self.model, context or planned)
 
     def _validation_is_due(self, seconds: float) -> bool:
         """Whether a multiple of `validate_every_seconds` has passed since the last logged step."""

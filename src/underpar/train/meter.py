@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from underpar.core.runtime import Clock, Runtime
+from underpar.model.network import Network
 from underpar.schema import ModelSpec
 from underpar.seams import Visit
 
@@ -35,8 +36,26 @@ PEAK_FLOPS = (
 )
 
 
-def flops_per_token(spec: ModelSpec, plan: Sequence[Visit], context: float) -> float:
+def network_flops(network: Network, context: float) -> float:
     """Floating-point operations of training per token, forward and backward, head included.
+
+    A trunk that reads chunks of several tokens counts for its share of each.
+    """
+    trunks = (
+        block_flops(trunk.spec, trunk.plan, context / trunk.tokens_per_position)
+        / trunk.tokens_per_position
+        for trunk in network.trunks
+    )
+    return sum(trunks) + 3 * network.flops_outside
+
+
+def flops_per_token(spec: ModelSpec, plan: Sequence[Visit], context: float) -> float:
+    """`network_flops` of a GPT, from its shapes and its plan."""
+    return block_flops(spec, plan, context) + 3 * 2 * spec.dim * spec.vocab_size
+
+
+def block_flops(spec: ModelSpec, plan: Sequence[Visit], context: float) -> float:
+    """Floating-point operations of training per token in the blocks.
 
     A multiply-add of a matrix product counts as two operations, and the backward pass as twice the
     forward pass (PaLM, arXiv:2204.02311, appendix B). Unlike there, a query only counts the keys
@@ -48,7 +67,7 @@ def flops_per_token(spec: ModelSpec, plan: Sequence[Visit], context: float) -> f
     weights = len(plan) * (2 * spec.dim * spec.dim + 2 * spec.dim * kv_dim)
     weights += 2 * spec.dim * mlp_dims
     num_keys = len(plan) * (context + 1) / 2
-    return 3 * (2 * weights + 4 * spec.dim * num_keys + 2 * spec.dim * spec.vocab_size)
+    return 3 * (2 * weights + 4 * spec.dim * num_keys)
 
 
 def peak_of(name: str) -> float | None:

@@ -28,15 +28,16 @@ class Optimizer:
     def __init__(self, model: nn.Module, part: TrainPart, runtime: Runtime = ALONE) -> None:
         groups = group_parameters(model)
         self.part = part
+        by_muon = groups["matrix"] if part.matrix_optimizer == "muon" else {}
         self.parameters = [p for members in groups.values() for p in members.values()]
-        self.muon = Muon(
-            groups["matrix"], part.matrix_decay, part.newton_schulz, part.row_norm, runtime
-        )
+        self.muon = Muon(by_muon, part.matrix_decay, part.newton_schulz, part.row_norm, runtime)
         # Group -> learning rate and weight decay.
         self._rates = {
             "embed": (part.embed_lr, part.embed_decay),
             "scalar": (part.scalar_lr, part.scalar_decay),
         }
+        if part.matrix_optimizer == "adam":
+            self._rates["matrix"] = (part.matrix_lr, part.matrix_decay)
         self._adam_names = [name for group in self._rates for name in groups[group]]
         self.adam = torch.optim.AdamW(
             [{"params": list(groups[group].values())} for group in self._rates],

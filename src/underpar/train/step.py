@@ -45,14 +45,18 @@ def stream_loss(
     # A copy, because `finish` changes the stream.
     logits = network.head(network.finish(replace(stream)), fused)
     if not weighers:
-        return capped_cross_entropy(logits, targets, network.spec.softcap, fused)
-    nats = capped_cross_entropy(logits, targets, network.spec.softcap, fused, mean=False)
-    weights = torch.ones_like(nats)
-    for lever in weighers:
-        weights = weights * lever.weigh(logits.detach(), targets)
-    weighted = (weights * nats).sum() / weights.sum()
-    # Logs, the guard and forecasts read the same loss with and without weights.
-    return nats.detach().mean() + weighted - weighted.detach()
+        loss = capped_cross_entropy(logits, targets, network.spec.softcap, fused)
+    else:
+        nats = capped_cross_entropy(logits, targets, network.spec.softcap, fused, mean=False)
+        weights = torch.ones_like(nats)
+        for lever in weighers:
+            weights = weights * lever.weigh(logits.detach(), targets)
+        weighted = (weights * nats).sum() / weights.sum()
+        # Logs, the guard and forecasts read the same loss with and without weights.
+        loss = nats.detach().mean() + weighted - weighted.detach()
+    extra = network.auxiliary_loss(stream)
+    # They read the same loss with and without what a network adds, too.
+    return loss if extra is None else loss + extra - extra.detach()
 
 
 def mean_loss(

@@ -10,9 +10,10 @@ import numpy.typing as npt
 from underpar.data.tokens.words import Pieces
 from underpar.data.transforms import Identity
 from underpar.errors import DataError
+from underpar.schema import BYTE_IDS
 from underpar.seams import BOS_ID
 
-VOCAB_SIZE = 260
+VOCAB_SIZE = BYTE_IDS
 FIRST_BYTE_ID = 4
 
 _ABOUT = {
