@@ -18,8 +18,9 @@ from underpar.data.folder import load_data
 from underpar.report import build as page_module
 from underpar.report import excerpt as module
 from underpar.report.build import build_report
-from underpar.report.excerpt import LEVELS, Excerpt, Texts, beginning, price, read_texts
+from underpar.report.excerpt import Excerpt, Texts, beginning, price, read_texts
 from underpar.report.gather import gather
+from underpar.report.surprise import LEVELS, characters
 
 
 @pytest.fixture
@@ -88,7 +89,7 @@ def test_levels_merge_neighbours_and_lose_no_text(level: int) -> None:
 def test_characters_of_several_tokens_and_operators_are_kept_whole() -> None:
     spans = [b"", b"\xc3", b"\xa9", b"", b"\xff"]
     bits = np.array([1.0, 2.0, 3.0, 4.0, 5.0])
-    assert list(module._characters(spans, bits)) == [("\u00e9", 6.0), ("\ufffd", 9.0)]
+    assert list(characters(spans, bits)) == [("\u00e9", 6.0), ("\ufffd", 9.0)]
 
 
 def test_a_text_is_cut_after_a_word() -> None:

@@ -91,6 +91,24 @@ def show_result(sentence: str, rows: Iterable[tuple[str, str]], last: str = "") 
         OUT.print(_plain(last), markup=False, soft_wrap=True)
 
 
+# Backgrounds of the levels of surprise, as on the report's page.
+SURPRISE = ("", "black on #f8ecd2", "black on #f6d9a4", "black on #f0b57c", "black on #e8906f")
+
+
+def show_colored(runs: Iterable[tuple[int, str]], between: str = "") -> None:
+    """Print a text whose parts have levels of surprise; without colors where there is no terminal.
+
+    The text may hold terminal sequences, which are escaped.
+    """
+    text = Text()
+    for level, part in runs:
+        safe = "\n".join(
+            "\t".join(one_line(p, len(p)) for p in line.split("\t")) for line in part.split("\n")
+        )
+        text.append(safe, SURPRISE[level]).append(between)
+    OUT.print(text)
+
+
 def show_pairs(title: str, pairs: Mapping[str, object]) -> None:
     """Print a table of names and values."""
     show_table(title, ("", "value#"), pairs.items())

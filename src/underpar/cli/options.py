@@ -19,7 +19,16 @@ PANELS = {
     "Start": ("demo", "doctor", "data", "recipe", "levers"),
     "Make a model": ("train", "calibrate", "quantize", "pack", "size"),
     "Judge it": ("score", "audit", "compare", "report"),
-    "Use it": ("generate", "compress", "decompress", "export", "unpack", "submit", "unbundle"),
+    "Use it": (
+        "generate",
+        "inspect",
+        "compress",
+        "decompress",
+        "export",
+        "unpack",
+        "submit",
+        "unbundle",
+    ),
     "Measure": ("speed", "bench", "ablate", "lab"),
 }
 

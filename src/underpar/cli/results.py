@@ -22,6 +22,9 @@ from underpar.core.words import (
     seconds_text,
 )
 
+# How many of the most surprising pieces of a text are named.
+MOST_DEAREST = 5
+
 Rows = Sequence[tuple[str, str]]
 Figures = Mapping[str, Any]
 
@@ -207,6 +210,20 @@ def decompressed(f: Figures, source: object, out: object) -> Result:
     return Result(
         f"{sizes}, equal to the original by checksum.", [("from, to", f"{source} -> {out}")]
     )
+
+
+def inspected(f: Figures, pieces: Sequence[tuple[str, float]]) -> Result:
+    """After `underpar inspect`, above the text; `pieces` are its characters with their bits."""
+    sentence = f"{f['bits_per_byte']:.4f} bits per byte"
+    if f["adapted"]:
+        sentence += ", learning from what was read"
+    dearest = sorted(pieces, key=lambda piece: -piece[1])[:MOST_DEAREST]
+    rows = [
+        ("text", f"{bytes_text(f['bytes'])} in {count_text(len(f['tokens']), 'token')}"),
+        ("cost", f"{f['bits']:,.1f} bits, {f['tokens'][-1]['bits']:.1f} of them for its end"),
+        ("most surprising", ", ".join(f"{text!r} {bits:.1f}" for text, bits in dearest)),
+    ]
+    return Result(f"{sentence}.", rows)
 
 
 def exported(f: Figures) -> Result:

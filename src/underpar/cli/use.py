@@ -1,4 +1,4 @@
-"""Commands that use a model: compress, decompress, generate."""
+"""Commands that use a model: compress, decompress, export, generate, inspect."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import typer
 from underpar.cli import results
 from underpar.cli.console import open_progress, show_json
 from underpar.cli.options import ArtifactPath, Device, Json, app
+from underpar.errors import UnderparError
 
 
 @app.command()
@@ -170,3 +171,63 @@ def generate(
         typer.echo(piece, nl=False)
         sys.stdout.flush()
     typer.echo()
+
+
+@app.command()
+def inspect(
+    artifact: ArtifactPath,
+    text: Annotated[str, typer.Argument(help="The text itself.")] = "",
+    file: Annotated[Path | None, typer.Option(help="Read the text from this file.")] = None,
+    adapt: Annotated[
+        bool, typer.Option(help="With the recipe's scoring levers, which learn from what was read.")
+    ] = False,
+    html: Annotated[
+        Path | None, typer.Option(help="Write the colored text to this page as well.")
+    ] = None,
+    device: Device = "cpu",
+    json: Json = False,
+) -> None:
+    """Show the surprise of each token of a text, in bits, as colors.
+
+    \b
+    underpar inspect runs/mine "The government announced on Monday"
+    underpar inspect runs/mine --file page.txt --adapt --html page.html
+    underpar inspect runs/mine "The" --json
+
+    A token costs as many bits in a compressed file. The text is one document, and its end is priced
+    too. A page by --html looks as the text in the report and needs no network.
+    """
+    from underpar import load
+    from underpar.cli.console import show_colored
+    from underpar.core.run_folder import write_atomic
+    from underpar.report.surprise import characters, legend, levels_of, page_of
+    from underpar.stages.use import read_input
+
+    if (file is None) == (not text):
+        raise UnderparError("give a text, or the name of its file with --file")
+    raw = text.encode(errors="surrogateescape") if file is None else read_input(file)
+    tokens = load(artifact, device).log_probs(raw, adapt)
+    bits = [token.bits for token in tokens]
+    figures = {
+        "bytes": len(raw),
+        "bits": sum(bits),
+        "bits_per_byte": sum(bits) / len(raw),
+        "adapted": adapt,
+        "tokens": [
+            {
+                "token": t.token,
+                "text": t.text.decode(errors="replace"),
+                "bytes": len(t.text),
+                "bits": t.bits,
+            }
+            for t in tokens
+        ],
+    }
+    pieces = list(characters([token.text for token in tokens], bits))
+    result = results.inspected(figures, pieces)
+    if html is not None:
+        write_atomic(html, page_of(result.sentence, result.rows, pieces))
+    results.show(json, figures, result)
+    if not json:
+        show_colored(legend(), " ")
+        show_colored(levels_of(pieces))

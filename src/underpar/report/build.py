@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,12 @@ from underpar.core.words import (
 from underpar.errors import RunError
 from underpar.report import charts
 from underpar.report.charts import Bar, Dot, Labels, Line, Mark, Segment
-from underpar.report.excerpt import LEVELS, Texts, read_texts
+from underpar.report.excerpt import Texts, read_texts
 from underpar.report.facts import RunReport, ScoreResult, Step
 from underpar.report.gather import gather, show
 from underpar.report.summary import sentence, to_markdown
+from underpar.report.surprise import legend
+from underpar.report.templates import fill
 from underpar.score.ledger import Entry
 
 # Most points of a curve, places with a tooltip, dots: more would only make the file larger.
@@ -91,20 +92,13 @@ def build_report(folders: Sequence[RunFolder], out: Path, with_text: bool = True
 
 def render(runs: Sequence[RunReport], texts: Sequence[Texts]) -> str:
     """The page as text."""
-    try:
-        import jinja2
-    except ImportError as error:
-        raise RunError("the report needs the package jinja2; run 'pip install jinja2'") from error
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters |= FILTERS
-    environment.tests["plottable"] = charts.can_plot
-    source = resources.files("underpar.report").joinpath("page.html.j2").read_text()
-    return environment.from_string(source).render(
+    return fill(
+        "page.html.j2",
+        FILTERS,
+        {"plottable": charts.can_plot},
         runs=runs,
         texts=texts,
-        levels=LEVELS,
+        legend=legend(),
         extremes=[extremes_of(run) for run in runs],
         figures=[draw(run, text.names) for run, text in zip(runs, texts, strict=True)],
         sentences=[sentence(run) for run in runs],

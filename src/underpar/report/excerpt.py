@@ -7,7 +7,7 @@ data cannot be used, the page says why, and shows the rest.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from underpar.errors import DataError, UnderparError
 from underpar.infer.generate import Sampling, generate
 from underpar.infer.predictor import Predictor
 from underpar.report.facts import RunReport, ScoreResult
+from underpar.report.surprise import Piece, characters, levels_of
 from underpar.score.method import PLAIN
 
 # Sizes that a page and a slow CPU can take.
@@ -36,8 +37,6 @@ NAME_TOKENS, NAME_CHARACTERS = 32, 44
 MOST_OPERATORS = 8
 # A document with fewer bytes is not chosen for the excerpt.
 FEWEST_BYTES = 300
-# Surprise in bits, from which the next color begins.
-LEVELS = (1.0, 3.0, 6.0, 10.0)
 
 
 @dataclass(frozen=True)
@@ -48,21 +47,14 @@ class Excerpt:
     """
 
     document: int
-    pieces: tuple[tuple[str, float], ...]
+    pieces: tuple[Piece, ...]
     prompt: str
     sample: str
 
     @property
     def levels(self) -> list[tuple[int, str]]:
-        """The text in runs of one level of surprise, 0 to len(LEVELS)."""
-        runs: list[tuple[int, str]] = []
-        for text, bits in self.pieces:
-            level = sum(bits >= bound for bound in LEVELS)
-            if runs and runs[-1][0] == level:
-                runs[-1] = (level, runs[-1][1] + text)
-            else:
-                runs.append((level, text))
-        return runs
+        """The text in runs of one level of surprise."""
+        return levels_of(self.pieces)
 
     @property
     def bits(self) -> float:
@@ -160,8 +152,8 @@ def beginning(raw: bytes, num_bytes: int) -> bytes:
 
 def price(
     artifact: Artifact, predictor: Predictor, tokenizer: Tokenizer, raw: bytes, runtime: Runtime
-) -> Iterator[tuple[str, float]]:
-    """The characters of a text with their bits; tokens that share a character come together."""
+) -> Iterator[Piece]:
+    """The characters of a text with their bits."""
     nats: list[np.ndarray] = []
     method, recipe = open_method(artifact.recipe, PLAIN)
     artifact = replace(artifact, recipe=recipe)
@@ -173,20 +165,4 @@ def price(
     )
     ids, spans = tokens_and_spans(raw, tokenizer)
     run_method(artifact, shard_of([raw], [np.array([tokenizer.bos_id, *ids[:-1]])]), request)
-    yield from _characters(spans, np.concatenate(nats) / np.log(2))
-
-
-def _characters(spans: Sequence[bytes], bits: np.ndarray) -> Iterator[tuple[str, float]]:
-    waiting, cost = b"", 0.0
-    for span, price_of_token in zip(spans, bits, strict=False):
-        waiting, cost = waiting + span, cost + float(price_of_token)
-        try:
-            text = waiting.decode()
-        except UnicodeDecodeError:
-            continue
-        # An operator of a text transform stands for no character: the next one pays for it.
-        if text:
-            yield text, cost
-            waiting, cost = b"", 0.0
-    if waiting:
-        yield waiting.decode(errors="replace"), cost
+    yield from characters(spans, np.concatenate(nats) / np.log(2))
