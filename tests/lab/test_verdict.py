@@ -182,6 +182,15 @@ def test_a_quad_is_dropped_by_the_clock_of_its_halves(
     assert (reason_to_drop(quad) is not None) == dropped
 
 
+def test_few_readings_drop_no_quad() -> None:
+    for num, is_dropped in ((9, False), (10, True)):
+        clocks = [
+            ClockSample(num, mhz, None, None, None, 0) for mhz in (1500.0, 1500.0, 1600.0, 1600.0)
+        ]
+        quad = [Block("measured", 0, *pair) for pair in zip("ABBA", [1.0] * 4, clocks, strict=True)]
+        assert (reason_to_drop(quad) is not None) == is_dropped
+
+
 def test_too_few_quads_left_is_refused() -> None:
     def clocks(series: Series, quad: int, position: int) -> ClockSample:
         return reading(flags=0x40 if series == "control" and quad < 7 else 0)

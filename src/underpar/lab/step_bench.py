@@ -61,7 +61,7 @@ EXACT_TOKENS = 8192
 SLACK = 1.5
 # By precision: errors that need no explanation in matrices and in vectors, and the largest error of
 # all gradients together. A vector of few numbers is a sum over all tokens in which most cancels.
-LIMITS = {torch.float32: (1e-4, 1e-3, 1e-3), torch.bfloat16: (8e-3, 0.1, 0.15)}
+LIMITS = {torch.float32: (1e-4, 1e-3, 1e-3), torch.bfloat16: (8e-3, 0.1, 0.25)}
 FEW_NUMBERS = 64
 
 
@@ -153,6 +153,8 @@ class TrainingStep:
             averager.start(dict(self.model.state_dict()))
         self.sharing = sharing
         self.run: Eager = EAGER if sharing is None else TracedRun(sharing)
+        # The exact gradients for the weights of now, once they are known.
+        self.exact: dict[str, Tensor] | None = None
         self.batches = batches
         self._next = cycle(batches)
         self._num_micro = len(step_of(recipe.train))
@@ -204,6 +206,7 @@ class TrainingStep:
     def step(self, update: AbstractContextManager[object]) -> Tensor:
         """Take a step, the update of the weights inside a context; its loss."""
         self.prepare()
+        self.exact = None
         loss = self._accumulate(self._next, self._num_micro)
         with update:
             self.optimizer.step(*self._rates)
@@ -326,6 +329,8 @@ def exact_gradients(side: TrainingStep) -> dict[str, Tensor]:
 
     They are computed some documents at a time, because fp32 needs more memory.
     """
+    if side.exact is not None:
+        return side.exact
     device = side.runtime.device
     set_backend(SDPA.name, device, torch.float32)
     seed_everything(side.recipe.train.seed)
@@ -338,7 +343,8 @@ def exact_gradients(side: TrainingStep) -> dict[str, Tensor]:
         loss = mean_loss(plain, part) * (len(part.inputs) / len(batch.inputs))
         loss.backward()
         total += loss.detach()
-    return {"loss": total} | _take_gradients(plain)
+    side.exact = {"loss": total} | _take_gradients(plain)
+    return side.exact
 
 
 def cut(batch: Batch, num_tokens: int) -> Iterator[Batch]:
@@ -378,6 +384,7 @@ def require_agreement(a: TrainingStep, b: TrainingStep, letter: str = "B") -> di
     same = are_same_function(a, b)
     if same and b is not a:
         b.model.load_state_dict(a.model.state_dict())
+        b.exact = None
     exact = exact_gradients(a)
     errors = {"A": _errors("A", a, exact)}
     if b is not a:

@@ -1,7 +1,7 @@
 """The verdict on the timed blocks of a benchmark, by rules that were fixed before it ran.
 
 1. A quad is dropped if one of its blocks has a thermal or hardware throttle flag, or if the mean
-   SM clocks of its two halves differ by more than 1 %.
+   SM clocks of its two halves differ by more than 1 %, if each half has 20 readings.
 2. The result is refused if fewer than half of the quads, or fewer than 4, of the measurement or of
    the control are left.
 3. It is refused as drifted if the control's 99 % Student interval lies outside of -0.5 % to
@@ -39,6 +39,8 @@ MIN_KEPT_QUADS = 4
 CONTROL_TOLERANCE = 0.005
 CONTROL_F_LEVEL = 0.001
 SM_CLOCK_TOLERANCE = 0.01
+# Of each half of a quad: single readings vary by some percent, so the mean of few says nothing.
+MIN_READINGS = 20
 # Hardware slowdown, software and hardware thermal slowdown, power brake (NVML clocks event
 # reasons). The software power cap, 0x4, is recorded but drops no quad: an H200 runs at that cap
 # during all matrix products, and an uneven effect of it shows in the clocks.
@@ -208,6 +210,9 @@ def reason_to_drop(quad: Sequence[Block]) -> str | None:
         flags |= block.clocks.throttle_flags if block.clocks else 0
     if flags & THROTTLE_MASK:
         return f"throttle flags {flags & THROTTLE_MASK:#x}"
+    num_readings = [block.clocks.num_readings if block.clocks else 0 for block in quad]
+    if min(sum(num_readings[:2]), sum(num_readings[2:])) < MIN_READINGS:
+        return None
     clocks = [block.clocks.sm_mhz if block.clocks else None for block in quad]
     known = [clock for clock in clocks if clock]
     if len(known) < 4:
