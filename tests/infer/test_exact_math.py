@@ -20,6 +20,7 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Reference, tuple[float, f
     "log": (em.log, np.log, (1e-300, 1e3), 4e-16),
     "log near 1": (em.log, np.log, (0.6, 1.9), 4e-16),
     "tanh": (em.tanh, np.tanh, (-30.0, 30.0), 4e-16),
+    "tanh of a table": (em.tanh_of_table, np.tanh, (-30.0, 30.0), 4e-7),
     "sigmoid": (em.sigmoid, lambda x: 1 / (1 + np.exp(-x)), (-300.0, 300.0), 1e-15),
     "cos": (lambda x: em.cos_sin(x)[0], np.cos, (-1e5, 1e5), 1e-15),
     "sin": (lambda x: em.cos_sin(x)[1], np.sin, (-1e5, 1e5), 1e-15),

@@ -30,7 +30,7 @@ POINTS, NUM_POINTS = 1 << 10, 1 << 15
 # The largest weight of a row as an integer. A sum of 2^22 of them is exact.
 WEIGHT_BITS = 30
 # Queries of a block, and scores of a block: a block should stay in a processor's cache.
-QUERIES, SCORES = 256, 1 << 20
+QUERIES, SCORES = 256, 1 << 18
 CUDA_SCORES = 1 << 23
 
 
@@ -62,7 +62,7 @@ def attend_exactly(
     `seen` (B or 1, Q, S) says which keys a query sees; it sees one at least.
     """
     rows, row_step = em.to_integers(q, em.bits_of_factors(q.size(-1)))
-    row_step = em.divide(row_step, torch.full_like(row_step, q.size(-1)).sqrt_())
+    row_step = row_step * (1.0 / math.sqrt(q.size(-1)))
     keys, key_steps = k
     scores = (rows @ keys.mT).mul_(row_step).mul_(key_steps.mT)
     weights = weights_of(scores.masked_fill_(~seen, -math.inf))

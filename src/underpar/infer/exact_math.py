@@ -16,6 +16,7 @@ operations, because each math library rounds its own functions in another way.
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -36,13 +37,18 @@ _EXP = tuple(1.0 / math.factorial(k) for k in range(14))
 _LOG = tuple(2.0 / (2 * k + 1) for k in range(12))
 _SIN = tuple((-1.0) ** k / math.factorial(2 * k + 1) for k in range(9))
 _COS = tuple((-1.0) ** k / math.factorial(2 * k) for k in range(9))
+# The table of tanh: points per unit (a power of two), and its range; beyond it tanh is 1.
+_TANH_POINTS, _TANH_RANGE = 512, 16
 # Abramowitz and Stegun 7.1.26: an error of at most 1.5e-7.
 _ERF_P = 0.3275911
 _ERF = (0.0, 0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
 
 
 def divide(a: Tensor | float, b: Tensor | float) -> Tensor:
-    """a / b, correctly rounded. On CUDA torch multiplies by 1 / b if b is a number of the host."""
+    """a / b, correctly rounded. torch multiplies by a reciprocal if one is a number of the host."""
+    if isinstance(a, float) and a == 1.0:
+        assert isinstance(b, Tensor)
+        return b.double().reciprocal()
     like = a if isinstance(a, Tensor) else b
     assert isinstance(like, Tensor)
     return _beside(a, like) / _beside(b, like)
@@ -116,6 +122,27 @@ def tanh(x: Tensor) -> Tensor:
     return 1.0 - divide(2.0, exp(x * 2.0) + 1.0)
 
 
+@cache
+def _tanh_table(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Values of tanh at the points, and the rises from each to the next."""
+    num = _TANH_RANGE * _TANH_POINTS
+    x = torch.arange(-num, num + 2, device=device).double() * (1.0 / _TANH_POINTS)
+    values = tanh(x)
+    return values[:-1], values[1:] - values[:-1]
+
+
+def tanh_of_table(x: Tensor) -> Tensor:
+    """tanh, from a table and straight lines between its points: within 4e-7.
+
+    A quarter of the operations of `tanh`, for the logits of a whole vocabulary.
+    """
+    values, rises = _tanh_table(x.device)
+    place = x.double().clamp(-_TANH_RANGE, _TANH_RANGE).mul_(_TANH_POINTS)
+    point = place.floor()
+    index = point.long().add_(_TANH_RANGE * _TANH_POINTS)
+    return place.sub_(point).mul_(rises.take(index)).add_(values.take(index))
+
+
 def erf(x: Tensor) -> Tensor:
     """The error function, to 1.5e-7."""
     size = x.double().abs()
@@ -147,7 +174,7 @@ def to_integers(x: Tensor, bits: int, dim: int | tuple[int, ...] = -1) -> tuple[
     """
     x = x.double()
     step = x.abs().amax(dim, keepdim=True).clamp_(min=TINY).mul_(math.ldexp(1.0, -bits))
-    return (x / step).round_(), step
+    return (x * step.reciprocal()).round_(), step
 
 
 def bits_of_factors(length: int) -> int:
@@ -168,7 +195,7 @@ def mean_square(x: Tensor) -> Tensor:
     """The mean of x^2 along the last dimension, which is kept."""
     integers, step = to_integers(x, bits_of_factors(x.size(-1)))
     summed = (integers * integers).sum(-1, keepdim=True)
-    return divide(summed, x.size(-1)) * step * step
+    return summed.mul_(step).mul_(step).mul_(1.0 / x.size(-1))
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:

@@ -57,6 +57,10 @@ class ExactMode(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._weights: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
+        # The last input of a linear layer and the last angles, with what was made of them: queries,
+        # keys and values have one input, and a cosine comes with a sine.
+        self._rows: tuple[Tensor, tuple[Tensor, Tensor]] | None = None
+        self._turns: tuple[Tensor, tuple[Tensor, Tensor]] | None = None
 
     def __torch_function__(
         self,
@@ -68,6 +72,8 @@ class ExactMode(TorchFunctionMode):
         name, kwargs = str(getattr(func, "__name__", func)), dict(kwargs or {})
         if name == "linear":
             return self._linear(*args, **kwargs)
+        if name in ("cos", "sin"):
+            return self._turn(*args)[name == "sin"]
         if name in AS_THEY_ARE and "alpha" not in kwargs:
             return func(*map(rounded, args), **kwargs)
         exact = EXACT.get(name)
@@ -88,9 +94,22 @@ class ExactMode(TorchFunctionMode):
             known = integers.T.contiguous(), step
             if isinstance(weight, nn.Parameter):
                 self._weights[weight] = known
-        rows, row_step = em.to_integers(x, ACTIVATION_BITS)
+        if self._rows is None or self._rows[0] is not x:
+            self._rows = x, em.to_integers(x, ACTIVATION_BITS)
+        rows, row_step = self._rows[1]
         y = (rows @ known[0]).mul_(row_step * known[1].view(()))
         return y if bias is None else y + bias
+
+    def _turn(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine."""
+        if self._turns is None or self._turns[0] is not x:
+            self._turns = x, em.cos_sin(x)
+        return self._turns[1]
+
+    def __exit__(self, *problem: Any) -> None:
+        """Forget the last input, whose memory others need."""
+        self._rows = self._turns = None
+        super().__exit__(*problem)
 
 
 class ExactPowers(TorchFunctionMode):
@@ -188,7 +207,6 @@ EXACT: dict[str, Callable[..., Any]] = {
     "__rpow__": lambda x, base: em.power(base, x),
     "__rtruediv__": lambda x, number: em.divide(number, x),
     "__truediv__": em.divide,
-    "cos": lambda x: em.cos_sin(x)[0],
     "div": em.divide,
     "double": _double,
     "erf": em.erf,
@@ -207,11 +225,10 @@ EXACT: dict[str, Callable[..., Any]] = {
     "rsqrt": lambda x: em.divide(1.0, x.sqrt()),
     "sigmoid": em.sigmoid,
     "silu": lambda x: x * em.sigmoid(x),
-    "sin": lambda x: em.cos_sin(x)[1],
     "sqrt": torch.sqrt,
     "square": lambda x: x * x,
     "sum": _total,
-    "tanh": em.tanh,
+    "tanh": em.tanh_of_table,
     "to": _to,
     "true_divide": em.divide,
 }

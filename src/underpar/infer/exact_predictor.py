@@ -30,8 +30,8 @@ TOTAL = 1 << FREQ_BITS
 # Bits of the largest probability before it is scaled: sums over 2^16 tokens are exact.
 _WEIGHT_BITS = 36
 # Logits made at a time, and tokens of one forward pass.
-LOGITS, CUDA_LOGITS = 1 << 20, 1 << 27
-TOKENS, CUDA_TOKENS = 1 << 12, 1 << 16
+LOGITS, CUDA_LOGITS = 1 << 18, 1 << 27
+TOKENS, CUDA_TOKENS = 1 << 11, 1 << 16
 # Tokens before a pack that its first token may look back on, as in score/scorer.py.
 LOOK_BACK = 2
 
