@@ -142,6 +142,36 @@ def test_candidates_add_up_and_only_one_has_the_loss(
         sides_of(plain(candidates=candidate(half, half + "# another\n")))
 
 
+@pytest.mark.parametrize("factor", [1.0, 1.01])
+def test_an_optimizer_must_make_the_same_update(
+    candidate: Callable[..., tuple[Path, ...]], factor: float
+) -> None:
+    text = f"""
+import types
+
+def _step(muon, lr, momentum, decay_scale=1.0):
+    type(muon).step(muon, {factor} * lr, momentum, decay_scale)
+
+def apply(network, recipe):
+    pass
+
+def apply_optimizer(optimizer, recipe):
+    optimizer.muon.step = types.MethodType(_step, optimizer.muon)
+"""
+    a, b = sides_of(plain(), plain(candidates=candidate(text)))
+    if factor == 1.0:
+        a()
+        # Twice, because the momentum of A counts too.
+        for _ in range(2):
+            assert require_agreement(a, b)["errors"]["update"]["all"] == 0
+        a(), b()
+        for name, weight in a.model.state_dict().items():
+            torch.testing.assert_close(b.model.state_dict()[name], weight, msg=name)
+    else:
+        with pytest.raises(BenchError, match="B updates blocks"):
+            require_agreement(a, b)
+
+
 def test_progress_sets_loops_and_context() -> None:
     changes = ["levers.loop.first=0", "levers.loop.last=1", "levers.loop.start=0.5"]
     stages = ["model.context=128", "train.stages=['32@0.3', '128@1']"]

@@ -63,6 +63,8 @@ SLACK = 1.5
 # all gradients together. A vector of few numbers is a sum over all tokens in which most cancels.
 LIMITS = {torch.float32: (1e-4, 1e-3, 1e-3), torch.bfloat16: (8e-3, 0.1, 0.25)}
 FEW_NUMBERS = 64
+# How far an update of the weights may be from another one: orthogonalized in bf16 on a GPU.
+UPDATE_LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.05}
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,8 @@ class TrainingStep:
         if len(losses) > 1:
             raise BenchError(f"{len(losses)} candidates have a loss; name one of them")
         self.loss = losses[0] if losses else AS_IT_IS.loss
+        optimizers = {candidate.apply_optimizer for candidate in candidates}
+        self.has_own_optimizer = bool(optimizers - {AS_IT_IS.apply_optimizer})
         levers = plug_levers(recipe, "train").values()
         self.averagers = [lever for lever in levers if hasattr(lever, "average")]
         for averager in self.averagers:
@@ -248,6 +252,16 @@ class TrainingStep:
         self.prepare()
         loss = self._accumulate(iter(self.batches), 1)
         return {"loss": loss} | _take_gradients(self.model)
+
+    def update_from(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Update the weights from these gradients; returns how much each weight changed."""
+        self.exact = None
+        weights = dict(self.model.named_parameters())
+        before = {name: weight.detach().clone() for name, weight in weights.items()}
+        for name, weight in weights.items():
+            weight.grad = gradients[name].clone() if name in gradients else None
+        self.optimizer.step(*self._rates)
+        return {name: weight.detach() - before[name] for name, weight in weights.items()}
 
     def _accumulate(self, batches: Iterator[Batch], num: int) -> Tensor:
         parts = (self.model, batches, num, self.runtime, self.run)
@@ -400,11 +414,41 @@ def require_agreement(a: TrainingStep, b: TrainingStep, letter: str = "B") -> di
                     f"{letter} is not the same function as A: its error of {name} is "
                     f"{error:.1e}, that of A {known:.1e}, the limit {limit:.1e}"
                 )
+        if a.has_own_optimizer or b.has_own_optimizer:
+            errors["update"] = _require_equal_updates(a, b, letter)
     shown = {
-        name: {"loss": table["loss"], "all": table["all"]} | dict([max(table.items(), key=_size)])
+        name: {key: table[key] for key in ("loss", "all") if key in table}
+        | dict([max(table.items(), key=_size)])
         for name, table in errors.items()
     }
     return {"same_function": same, "errors": shown}
+
+
+def _require_equal_updates(a: TrainingStep, b: TrainingStep, letter: str) -> dict[str, float]:
+    """Errors of B's update of the weights, against that of A from the same gradients."""
+    gradients = a.gradients()
+    b.optimizer.load(a.optimizer.state())
+    table = _relative_errors(*(side.update_from(gradients) for side in (b, a)))
+    limit = UPDATE_LIMITS[a.runtime.dtype]
+    worst = max(table, key=table.__getitem__)
+    if not table[worst] <= limit:
+        raise BenchError(
+            f"{letter} updates {worst} in another way than A, by {table[worst]:.1e} of the update; "
+            f"the limit is {limit:g}"
+        )
+    return table
+
+
+def _relative_errors(got: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> dict[str, float]:
+    """By name, and of all tensors but the loss together ("all")."""
+    table, wrong, whole = {}, 0.0, 0.0
+    for name, want in exact.items():
+        difference = float((got[name].double() - want.double()).norm())
+        size = float(want.double().norm())
+        table[name] = difference / size if size else difference
+        if name != "loss":
+            wrong, whole = wrong + difference**2, whole + size**2
+    return table | {"all": math.sqrt(wrong / whole)}
 
 
 def _size(item: tuple[str, float]) -> float:
@@ -419,14 +463,7 @@ def _errors(letter: str, side: TrainingStep, exact: Mapping[str, Tensor]) -> dic
         raise BenchError(
             f"{letter} and its network as it is differ in whether {name} has a gradient"
         )
-    table, wrong, whole = {}, 0.0, 0.0
-    for name, want in exact.items():
-        difference = float((got[name].double() - want.double()).norm())
-        size = float(want.double().norm())
-        table[name] = difference / size if size else difference
-        if name != "loss":
-            wrong, whole = wrong + difference**2, whole + size**2
-    table["all"] = math.sqrt(wrong / whole)
+    table = _relative_errors(got, exact)
     limit = LIMITS[side.runtime.dtype][2]
     if not max(table["all"], table["loss"]) <= limit:
         raise BenchError(
