@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     import numpy as np
     import numpy.typing as npt
+    import torch
     from torch import Tensor, nn
 
     from underpar.schema import ModelSpec
@@ -326,6 +327,26 @@ class Weigher(Protocol):
         """
 
 
+class MoreTargets(Protocol):
+    """Train stage, seam `more_targets`: what else the logits of a token are trained to predict."""
+
+    def begin(self, pieces: Sequence[bytes], device: torch.device) -> None:
+        """Called once before the first step, with the text of each token (`Tokenizer.pieces`)."""
+
+    def progress(self, p: float) -> None:
+        """Called before each step, at p (0 to 1) of the budget.
+
+        A compiled loss reads tensors anew and numbers once: keep what changes in tensors.
+        """
+
+    def more_targets(self, targets: Tensor, positions: Tensor) -> Sequence[tuple[Tensor, Tensor]]:
+        """Pairs of other targets (N,) and their weights (N,), beside weight 1 for `targets`.
+
+        `positions` (N,) are the places of the tokens in their pieces. The loss is divided by the
+        sum of all weights, and the loss that is shown is that of `targets` alone.
+        """
+
+
 class FakeQuantizer(Protocol):
     """Train stage, seam `fake_quantize`: other weights for the passes of a step."""
 
@@ -432,6 +453,7 @@ STAGE_SEAMS: dict[str, dict[str, type]] = {
         "average": Averager,
         "penalty": Penalty,
         "weigh": Weigher,
+        "more_targets": MoreTargets,
         "fake_quantize": FakeQuantizer,
     },
     "infer": {

@@ -61,6 +61,8 @@ LEVERS = {
     "qat_lite": "underpar.levers.qat_lite",
     "ste": "underpar.levers.ste",
     "entropy_weight": "underpar.levers.entropy_weight",
+    "multi_token": "underpar.levers.multi_token",
+    "prefix_token": "underpar.levers.prefix_token",
     # A tensor belongs to the first adapter that names it, so adapters of few tensors come first.
     "adapt_scales": "underpar.levers.adapt_scales",
     "lora_ttt": "underpar.levers.lora_ttt",

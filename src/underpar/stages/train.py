@@ -198,6 +198,9 @@ def make_trainer(
     part = recipe.train
     levers = plug_levers(recipe, "train").values()
     model = build_model(recipe).to(runtime.device)
+    more_targets = [lever for lever in levers if hasattr(lever, "more_targets")]
+    for lever in more_targets:
+        lever.begin(data.tokenizer.pieces, runtime.device)
     shapes = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
     origin = {"recipe_hash": recipe.hash, "data_sha256": data_sha256(data), "seed": part.seed}
     size = SizeForecast(recipe, shapes, data.tokenizer.content, lambda: len(bundle(recipe)))
@@ -214,6 +217,7 @@ def make_trainer(
         averagers=[lever for lever in levers if hasattr(lever, "average")],
         penalties=[lever for lever in levers if hasattr(lever, "penalty")],
         weighers=[lever for lever in levers if hasattr(lever, "weigh")],
+        more_targets=more_targets,
         fake_quantizers=[lever for lever in levers if hasattr(lever, "fake_quantize")],
         size_of=size.total_bytes,
     )

@@ -28,7 +28,7 @@ from underpar.data.loader import Batch, Loader
 from underpar.kernels.attention import backend_of
 from underpar.model.network import EAGER, Eager, Network
 from underpar.recipe import TrainPart
-from underpar.seams import Averager, FakeQuantizer, Penalty, Weigher
+from underpar.seams import Averager, FakeQuantizer, MoreTargets, Penalty, Weigher
 from underpar.train import schedule
 from underpar.train.checkpoint import Parts, Position, read_checkpoint, save_checkpoint
 from underpar.train.events import EventWriter
@@ -38,7 +38,7 @@ from underpar.train.guard import Guard
 from underpar.train.loss_forecast import Forecast
 from underpar.train.meter import Meter, network_flops, peak_flops
 from underpar.train.optim import Optimizer
-from underpar.train.step import accumulate, sum_penalties
+from underpar.train.step import LossLever, accumulate, sum_penalties
 from underpar.train.validate import Validation, Validator
 from underpar.train.warmup import warm_up
 
@@ -75,6 +75,7 @@ class Trainer:
     averagers: list[Averager] = field(default_factory=list)
     penalties: list[Penalty] = field(default_factory=list)
     weighers: list[Weigher] = field(default_factory=list)
+    more_targets: list[MoreTargets] = field(default_factory=list)
     fake_quantizers: list[FakeQuantizer] = field(default_factory=list)
     size_of: SizeOf | None = None
     runner: Eager = field(init=False)
@@ -159,11 +160,16 @@ class Trainer:
             self._report()
         return finished
 
+    @property
+    def loss_levers(self) -> list[LossLever]:
+        """The levers that change the loss."""
+        return [*self.weighers, *self.more_targets]
+
     def warm_up(self) -> None:
         """Compile every graph of the schedule; where nothing is compiled, try every shape."""
         with self.meter.clock.phase("compile"):
             parts = (self.model, self.loader, self.part, self.runtime, self.runner)
-            warm_up(*parts, self.weighers)
+            warm_up(*parts, self.loss_levers)
         self.is_warm = True
 
     def replay(self, seconds: Iterable[float]) -> Iterator[dict[str, Any]]:
@@ -220,6 +226,8 @@ class Trainer:
 
         # A single training step.
         self.model.set_progress(p)
+        for lever in self.more_targets:
+            lever.progress(p)
         loss = self._accumulate(feed.at(step, context), step, p)
         norm = self.optimizer.step(lr_scale, momentum, decay_scales)
         for averager in self.averagers:
@@ -247,9 +255,8 @@ class Trainer:
                 return sum_penalties(self.penalties, self.model, step, p)
 
             num_micro = self.loader.num_micro_batches
-            return accumulate(
-                self.model, batches, num_micro, self.runtime, self.runner, penalty, self.weighers
-            )
+            rest = (self.runtime, self.runner, penalty, self.loss_levers)
+            return accumulate(self.model, batches, num_micro, *rest)
 
     def _counted_seconds(self) -> float:
         """Seconds of this start that the budget counts."""

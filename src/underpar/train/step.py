@@ -17,7 +17,7 @@ from underpar.kernels.capped import capped_cross_entropy
 from underpar.model.kv_cache import PackedCache
 from underpar.model.network import EAGER, Eager, Network, products
 from underpar.schema import TrainPart
-from underpar.seams import Penalty, Stream, Weigher
+from underpar.seams import MoreTargets, Penalty, Stream, Weigher
 
 
 def step_of(part: TrainPart) -> list[MicroBatch]:
@@ -35,8 +35,16 @@ def open_loader(shard: Shard, part: TrainPart) -> Loader:
     return Loader(shard, plan, part.seed, part.order, piece_tokens=part.piece_tokens)
 
 
+# Levers that change the loss.
+LossLever = Weigher | MoreTargets
+
+
 def stream_loss(
-    network: Network, stream: Stream, targets: Tensor, fused: bool, weighers: Sequence[Weigher] = ()
+    network: Network,
+    stream: Stream,
+    targets: Tensor,
+    fused: bool,
+    levers: Sequence[LossLever] = (),
 ) -> Tensor:
     """Mean nats per target (N,), from the stream after the last block.
 
@@ -44,35 +52,57 @@ def stream_loss(
     """
     # A copy, because `finish` changes the stream.
     logits = network.head(network.finish(replace(stream)), fused)
-    if not weighers:
-        loss = capped_cross_entropy(logits, targets, network.spec.softcap, fused)
-    else:
-        nats = capped_cross_entropy(logits, targets, network.spec.softcap, fused, mean=False)
-        weights = torch.ones_like(nats)
-        for lever in weighers:
-            weights = weights * lever.weigh(logits.detach(), targets)
-        weighted = (weights * nats).sum() / weights.sum()
-        # Logs, the guard and forecasts read the same loss with and without weights.
-        loss = nats.detach().mean() + weighted - weighted.detach()
+    loss = _token_loss(network, logits, stream, targets, fused, levers)
     extra = network.auxiliary_loss(stream)
-    # They read the same loss with and without what a network adds, too.
+    # Logs, the guard and forecasts read the same loss with and without what a network adds.
     return loss if extra is None else loss + extra - extra.detach()
+
+
+def _token_loss(
+    network: Network,
+    logits: Tensor,
+    stream: Stream,
+    targets: Tensor,
+    fused: bool,
+    levers: Sequence[LossLever],
+) -> Tensor:
+    """Mean nats per target; with `levers`, its gradient is that of their weighted mean."""
+    if not levers:
+        return capped_cross_entropy(logits, targets, network.spec.softcap, fused)
+
+    def nats_of(targets: Tensor) -> Tensor:
+        return capped_cross_entropy(logits, targets, network.spec.softcap, fused, mean=False)
+
+    nats = nats_of(targets)
+    weights = torch.ones_like(nats)
+    for lever in levers:
+        if hasattr(lever, "weigh"):
+            weights = weights * lever.weigh(logits.detach(), targets)
+    total, weight_sum = (weights * nats).sum(), weights.sum()
+    for lever in levers:
+        if hasattr(lever, "more_targets"):
+            for others, share in lever.more_targets(targets, stream.cache.positions):
+                total = total + (weights * share * nats_of(others)).sum()
+                weight_sum = weight_sum + (weights * share).sum()
+    weighted = total / weight_sum
+    # Logs, the guard and forecasts read the same loss with and without levers.
+    return nats.detach().mean() + weighted - weighted.detach()
 
 
 def mean_loss(
     network: Network,
     batch: Batch,
     run: Eager = EAGER,
-    weighers: Sequence[Weigher] = (),
+    levers: Sequence[LossLever] = (),
     loss_of: Callable[..., Tensor] = stream_loss,
 ) -> Tensor:
     """Mean nats per target of one micro-batch. A compiled `run` compiles every part.
 
-    With `weighers` the gradient is that of the weighted mean; the value is still the plain mean.
+    With `levers` the gradient is that of their weighted mean; the value is still the plain mean.
     `loss_of` makes the loss of the stream after the last block.
     """
     stream = network.run_blocks(batch.inputs, PackedCache(batch.segments), run)
-    rest = (batch.targets, run.fused, tuple(weighers))
+    rest = (batch.targets, run.fused, tuple(levers))
     loss: Tensor = run.end(loss_of, network, stream, *rest)
     return loss
 
@@ -93,19 +123,19 @@ def accumulate(
     runtime: Runtime,
     run: Eager = EAGER,
     penalty: Callable[[], Tensor | None] | None = None,
-    weighers: Sequence[Weigher] = (),
+    levers: Sequence[LossLever] = (),
     loss_of: Callable[..., Tensor] = stream_loss,
 ) -> Tensor:
     """Leave the global batch's gradients on every rank; returns its mean loss in nats per token.
 
-    The gradients include those of `penalty` and the weights of `weighers`; the loss that is
-    returned does not.
+    The gradients include those of `penalty` and of the `levers`; the loss that is returned does
+    not.
     """
     total = torch.zeros((), device=runtime.device)
     for _ in range(num_micro_batches // runtime.world):
         batch = next(batches).to(runtime.device, non_blocking=True)
         with products(runtime.device, runtime.dtype):
-            loss = mean_loss(network, batch, run, weighers, loss_of) / num_micro_batches
+            loss = mean_loss(network, batch, run, levers, loss_of) / num_micro_batches
         loss.backward()
         total += loss.detach()
     # Only one rank adds the penalty, so the sum over ranks counts it once: the rank that has the

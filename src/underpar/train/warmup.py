@@ -19,8 +19,7 @@ from underpar.data.loader import Loader, MicroBatch
 from underpar.data.made_up import made_up_batch
 from underpar.model.network import Eager, Network, products
 from underpar.schema import TrainPart
-from underpar.seams import Weigher
-from underpar.train.step import mean_loss
+from underpar.train.step import LossLever, mean_loss
 
 # Values of progress at which the order of visits is looked up.
 MOMENTS = tuple(i / 20 for i in range(21))
@@ -32,7 +31,7 @@ def warm_up(
     part: TrainPart,
     runtime: Runtime,
     run: Eager,
-    weighers: Sequence[Weigher] = (),
+    levers: Sequence[LossLever] = (),
 ) -> int:
     """One forward and backward pass per shape and order of visits; returns how many."""
     shapes = shapes_of(loader.plan, part)
@@ -42,10 +41,10 @@ def warm_up(
         sizes = list({micro.tokens: micro for micro in shapes}.values())
         with run.trace_only():
             for batch in _passes(model, loader, part.order, sizes):
-                _lose(model, batch, runtime, run, weighers)
+                _lose(model, batch, runtime, run, levers)
     num_graphs = 0
     for batch in _passes(model, loader, part.order, shapes):
-        _lose(model, batch, runtime, run, weighers).backward()
+        _lose(model, batch, runtime, run, levers).backward()
         num_graphs += 1
     model.zero_grad(set_to_none=True)
     runtime.synchronize()
@@ -69,10 +68,10 @@ def _passes(
 
 
 def _lose(
-    model: Network, batch: Batch, runtime: Runtime, run: Eager, weighers: Sequence[Weigher]
+    model: Network, batch: Batch, runtime: Runtime, run: Eager, levers: Sequence[LossLever]
 ) -> Tensor:
     with products(runtime.device, runtime.dtype):
-        return mean_loss(model, batch.to(runtime.device), run, weighers)
+        return mean_loss(model, batch.to(runtime.device), run, levers)
 
 
 def shapes_of(plan: Sequence[MicroBatch], part: TrainPart) -> list[MicroBatch]:
