@@ -109,7 +109,7 @@ class _Decoder:
         self._next_word = torch.zeros((), dtype=torch.long, device=device)
         self._all_lengths = np.array(lengths)
         self._lengths = torch.tensor(lengths, device=device)
-        self._step_number = torch.zeros((), dtype=torch.long, device=device)
+        self._step_number = torch.zeros(1, dtype=torch.long, device=device)
         self._out = torch.zeros(lengths[0], num_lanes, dtype=torch.int32, device=device)
         self._tokens = torch.full((num_lanes,), BOS_ID, device=device)
         self._lanes = predictor.lanes(num_lanes)
@@ -149,7 +149,8 @@ class _Decoder:
             rows = slice(first, first + num_coders)
             tokens.append(self._decode(ends[rows], is_active[rows]))
         self._tokens.copy_(torch.cat(tokens))
-        self._out[self._step_number, : len(ends)] = self._tokens.int()
+        row = self._tokens.int()[None]
+        self._out[:, : len(ends)].index_copy_(0, self._step_number, row)
         self._lanes.advance(self._tokens == BOS_ID)
         self._step_number.add_(1)
 
@@ -162,7 +163,7 @@ class _Decoder:
         state = freq * (coders >> FREQ_BITS) + (target - start)
         is_low = (state < INITIAL_STATE) & is_active
         index = (self._next_word + is_low.cumsum(0) - 1).clamp_(0, len(self._words) - 1)
-        state = torch.where(is_low, state << WORD_BITS | self._words[index], state)
+        state = torch.where(is_low, state << WORD_BITS | self._words.take(index), state)
         coders.copy_(torch.where(is_active, state, coders))
         self._next_word.add_(is_low.sum())
         return torch.where(is_active, token[:, 0], BOS_ID)

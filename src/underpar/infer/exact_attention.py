@@ -31,7 +31,7 @@ POINTS, NUM_POINTS = 1 << 10, 1 << 15
 WEIGHT_BITS = 30
 # Queries of a block, and scores of a block: a block should stay in a processor's cache.
 QUERIES, SCORES = 256, 1 << 18
-CUDA_SCORES = 1 << 23
+CUDA_SCORES = 1 << 22
 
 
 @cache
