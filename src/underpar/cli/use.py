@@ -24,6 +24,9 @@ def compress(
     adapt: Annotated[
         bool, typer.Option("--adapt", help="Learn while coding, as 'score --adapt' does.")
     ] = False,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Let the file decode on every machine, CPU or GPU.")
+    ] = False,
     split: Annotated[
         str,
         typer.Option(help=r"What stands between two documents, such as '\n\n' or '\0'."),
@@ -42,6 +45,7 @@ def compress(
     \b
     underpar compress runs/mine/model.upar book.txt book.upz
     underpar compress runs/mine data held-out.upz --adapt
+    underpar compress runs/mine book.txt book.upz --exact
 
     Text like the training text gets the smallest. Any bytes can be compressed. Of a data folder the
     held-out documents are compressed, so that the file is their score.
@@ -57,6 +61,7 @@ def compress(
         open_runtime(device),
         open_progress(json),
         adapt=adapt,
+        exact=exact,
         separator=use.separator_of(split),
         indexed=index,
         verify=verify,

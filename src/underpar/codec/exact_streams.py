@@ -17,14 +17,15 @@ network is on: it never waits for the host, and on CUDA a step is one captured g
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from underpar.codec.lanes import OnTokens
+from underpar.codec.lanes import NUM_THREADS
 from underpar.compile.cuda_graphs import Recording
+from underpar.core.runtime import threads
 from underpar.errors import CodecError
 from underpar.infer.exact_predictor import FREQ_BITS, TOTAL, ExactPredictor, interval_of
 from underpar.infer.experts import Ints
@@ -39,7 +40,9 @@ _WORD_MASK = (1 << WORD_BITS) - 1
 
 
 def encode_streams(
-    predictor: ExactPredictor, streams: Sequence[Ints], on_tokens: OnTokens | None = None
+    predictor: ExactPredictor,
+    streams: Sequence[Ints],
+    on_tokens: Callable[[int], None] | None = None,
 ) -> tuple[bytes, float]:
     """Streams of targets, none empty, as bytes; and their price in bits."""
     order = _longest_first([len(stream) for stream in streams])
@@ -70,13 +73,14 @@ def decode_streams(
     predictor: ExactPredictor,
     payload: bytes,
     lengths: Sequence[int],
-    on_tokens: OnTokens | None = None,
+    on_tokens: Callable[[int], None] | None = None,
 ) -> list[Ints]:
     """The streams of these lengths, in the order in which they were given to the encoder."""
     order = _longest_first(lengths)
     sorted_lengths = [lengths[i] for i in order]
     decoder = _Decoder(predictor, payload, sorted_lengths)
-    with torch.no_grad():
+    # Steps are small, and threads wait for each other.
+    with torch.no_grad(), threads(NUM_THREADS):
         tokens = decoder.run(on_tokens or (lambda _: None))
     streams = dict(
         zip(order, (tokens[:n, lane] for lane, n in enumerate(sorted_lengths)), strict=True)
@@ -115,7 +119,7 @@ class _Decoder:
         self._lanes = predictor.lanes(num_lanes)
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
-    def run(self, on_tokens: OnTokens) -> np.ndarray:
+    def run(self, on_tokens: Callable[[int], None]) -> np.ndarray:
         """All tokens (steps, lanes)."""
         num_steps, step = len(self._out), 0
         while step < num_steps:

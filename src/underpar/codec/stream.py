@@ -1,7 +1,8 @@
 """A compressor made of an artifact. Any bytes go in and come back.
 
 Text that does not shrink is stored. Float probabilities are equal only on equal software, so the
-file names the machine that wrote it. Another machine is refused unless the caller wants to try.
+file names the machine that wrote it. Another machine is refused unless the caller wants to try. A
+file in exact mode names no machine: all machines have its probabilities.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import numpy as np
 import torch
 
 from underpar.codec.adapted import Adaptation, decode_adapted, encode_adapted
+from underpar.codec.exact import decode_exact, encode_exact, with_ends, without_ends
 from underpar.codec.frame import (
     ADAPTED,
+    EXACT,
     MAX_SEPARATOR_BYTES,
-    MODE_NAMES,
     PLAIN,
     STORED,
     Frame,
@@ -30,6 +32,7 @@ from underpar.codec.frame import (
 from underpar.codec.lanes import Bound, OnShare, decode_documents, encode_documents, hash_step
 from underpar.data.tokens.tokenizer import Tokenizer
 from underpar.errors import CodecError, DataError, one_line
+from underpar.infer.exact_predictor import ExactPredictor
 from underpar.infer.predictor import Predictor
 
 # One lane per this many tokens. More lanes are faster, but each begins without context.
@@ -63,6 +66,8 @@ class Codec:
     identity: str
     open_adaptation: Callable[[], Adaptation] | None = None
     """How the artifact's recipe learns; None: it is not known here."""
+    open_exact: Callable[[], ExactPredictor] | None = None
+    """The same network in exact mode; None: it is not known here."""
 
     def compress(
         self,
@@ -71,18 +76,22 @@ class Codec:
         *,
         separator: bytes = b"",
         adapt: bool = False,
+        exact: bool = False,
         indexed: bool = False,
         verify: bool = True,
     ) -> bytes:
         """`data` as a compressed file; it is decoded as a check before it is returned.
 
         With a `separator` the parts between are documents of their own, which lanes code side by
-        side. With `adapt` adapters learn each document. An `indexed` file gives a document without
-        the others. Without `verify` nothing is decoded, and the file says so.
+        side. With `adapt` adapters learn each document. An `exact` file decodes on every machine.
+        An `indexed` file gives a document without the others. Without `verify` nothing is decoded,
+        and the file says so.
         """
         if indexed and (adapt or not separator):
             why = "adapters go through a file from its start" if adapt else "give a separator"
             raise CodecError(f"an index is of documents that are coded without others: {why}")
+        if exact and (adapt or indexed):
+            raise CodecError("exact mode is of the frozen network and whole files: leave it out")
         if len(separator) > MAX_SEPARATOR_BYTES:
             raise CodecError(f"a separator of {len(separator)} bytes: expected at most 255")
         documents = self._documents(data, separator, adapt)
@@ -92,6 +101,11 @@ class Codec:
         if adaptation:
             payload = encode_adapted(adaptation, documents, encoding)
             num_lanes, note = adaptation.lanes_for(len(documents)), adaptation.digest
+        elif documents and exact:
+            # Cuts of one text are joined: lanes have cuts of their own.
+            documents = documents if separator else [np.concatenate(documents)]
+            sequences = with_ends(documents) if separator else documents
+            payload, num_lanes = encode_exact(self._exact(), sequences, encoding)
         elif documents:
             num_lanes = min(INDEXED_LANES if indexed else MAX_LANES, len(documents))
             size = num_lanes if indexed else len(documents)
@@ -110,14 +124,17 @@ class Codec:
                 checks = map(zlib.crc32, data.split(separator))
                 numbers = [*map(len, coded), *checks]
                 index = struct.pack(f"<{len(numbers)}I", *numbers)
+        machine = ""
+        if not exact:
+            machine = fingerprint(adaptation.predictor if adaptation else self.predictor)
         header = Header(
-            ADAPTED if adaptation else PLAIN,
+            ADAPTED if adaptation else EXACT if exact else PLAIN,
             bytes.fromhex(self.identity)[:8],
             num_lanes,
             len(documents),
             len(data),
             hashlib.sha256(data).digest()[:8],
-            fingerprint(adaptation.predictor if adaptation else self.predictor),
+            machine,
             note,
             separator,
         )
@@ -168,7 +185,11 @@ class Codec:
                 )
             ]
         else:
-            raise CodecError(f"compressed file of mode {MODE_NAMES[header.mode]}: not known here")
+            self._check_artifact(header)
+            most = self._bound(header).most + header.num_documents
+            targets = decode_exact(self._exact(), frame.payload, header.num_lanes, most, on_share)
+            found = without_ends(targets) if header.separator else [targets]
+            pieces = [part.tolist() for part in found]
         if header.separator:
             return self._checked(header, header.separator.join(map(self._text, pieces)))
         # Decoded as one text, because a lane may end between an operator and its word.
@@ -188,12 +209,20 @@ class Codec:
             raise CodecError("this model has learned already; adapt with the artifact it began as")
         return self.open_adaptation()
 
-    def _check_origin(self, header: Header, predictor: Predictor, any_machine: bool) -> None:
+    def _exact(self) -> ExactPredictor:
+        if self.open_exact is None:
+            raise CodecError("this model has learned already; take the artifact it began as")
+        return self.open_exact()
+
+    def _check_artifact(self, header: Header) -> None:
         if header.artifact != bytes.fromhex(self.identity)[:8]:
             raise CodecError(
                 f"this file was compressed with artifact {header.artifact.hex()}..., "
                 f"not with {self.identity[:16]}...; give the artifact it was made with"
             )
+
+    def _check_origin(self, header: Header, predictor: Predictor, any_machine: bool) -> None:
+        self._check_artifact(header)
         here = fingerprint(predictor)
         if header.machine != here and not any_machine:
             raise CodecError(

@@ -133,6 +133,12 @@ class ExactPredictor(Predictor):
             first = last
         return starts, freqs
 
+    def lane_bytes(self, length: int) -> int:
+        """Memory of the keys and values of a lane that reads `length` tokens."""
+        spec = self.model.spec
+        row = 2 * 8 * spec.num_kv_heads * (spec.head_dim + 1)
+        return len(self.model.plan) * row * min(length, self.context)
+
     def lanes(self, num_lanes: int) -> ExactLanes:
         """Lanes that have read nothing."""
         return ExactLanes(self.model.spec, num_lanes, self.device)

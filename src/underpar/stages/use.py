@@ -11,6 +11,7 @@ from typing import Any
 
 from underpar.build.adaptation import open_adaptation
 from underpar.build.artifact import build_tokenizer, read_artifact
+from underpar.build.exact import build_exact_predictor
 from underpar.build.model import build_predictor
 from underpar.codec.frame import MODE_NAMES, read_frame
 from underpar.codec.stream import Codec
@@ -30,7 +31,13 @@ def open_codec(artifact_path: Path, runtime: Runtime) -> Codec:
     """The codec of an artifact file; its predictor also scores and generates."""
     artifact, identity = read_artifact(artifact_path)
     predictor, tokenizer = build_predictor(artifact, runtime.device), build_tokenizer(artifact)
-    return Codec(predictor, tokenizer, identity, lambda: open_adaptation(artifact, runtime))
+    return Codec(
+        predictor,
+        tokenizer,
+        identity,
+        lambda: open_adaptation(artifact, runtime),
+        lambda: build_exact_predictor(artifact, runtime.device),
+    )
 
 
 def read_input(path: Path) -> bytes:
@@ -78,6 +85,7 @@ def compress(
     progress: Progress = SILENT,
     *,
     adapt: bool = False,
+    exact: bool = False,
     separator: bytes = b"",
     indexed: bool = False,
     verify: bool = True,
@@ -96,6 +104,7 @@ def compress(
             data,
             _meter(task, len(data), "then decoding again" if verify else ""),
             adapt=adapt,
+            exact=exact,
             separator=separator,
             indexed=indexed,
             verify=verify,
