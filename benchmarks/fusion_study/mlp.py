@@ -81,14 +81,13 @@ def fused_mlp(
     x: Tensor, up: Tensor, down: Tensor, slope: float, variant: int = BEST, norm: bool = False
 ) -> Tensor:
     """As `plain`, with weights in the precision of x; `norm`: x is not normed yet."""
-    scales_rows = norm and VARIANTS[variant][2] > 0
+    in_kernels = norm and VARIANTS[variant][2] > 0 and runs_triton(x)
     scale = torch.ones((), device=x.device)
-    if scales_rows:
+    if in_kernels:
         scale = (x.detach().float().square().mean(-1) + EPS).rsqrt()
     elif norm:
         x = F.rms_norm(x, (x.size(-1),)).to(x.dtype)
     if not runs_triton(x):
-        x = x * scale[:, None].to(x.dtype) if scales_rows else x
         return plain(x, up, down, slope)
     out: Tensor = torch.ops.fusion_study.mlp(x, scale, up, down, slope, variant)[0]
     return out
