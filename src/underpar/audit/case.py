@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from underpar.artifact.unpack import Artifact
+from underpar.codec.adapted import Adaptation
 from underpar.codec.stream import Codec
 from underpar.core.run_folder import RunFolder
 from underpar.core.runtime import Runtime
@@ -106,6 +107,8 @@ class Case:
     repeat: Callable[[Score, Shard], Score]
     # The experts of a score's method, with the settings of that score.
     open_mixture: Callable[[Score], Mixture]
+    # How a score's method adapts while it codes; a RuleError if it cannot be coded.
+    open_adaptation: Callable[[Score], Adaptation]
     # A trainer of the run's recipe on the audited data, before its first step.
     open_trainer: Callable[[], Trainer]
     # The artifact made again from the weights, with the constant that packing found.

@@ -135,10 +135,13 @@ class Texts:
 class DocumentCoder(DocumentLoop):
     """One pass over documents, in either direction."""
 
-    def __init__(self, adaptation: Adaptation, num_documents: int, code: Code) -> None:
+    def __init__(
+        self, adaptation: Adaptation, num_documents: int, code: Code, num_in_all: int = 0
+    ) -> None:
+        """`num_in_all`: of a text whose first documents alone are coded; 0: these are all."""
         super().__init__(
             adaptation.open_predictor(),
-            num_documents,
+            num_in_all or num_documents,
             adaptation.runtime,
             Clock(),
             adaptation.settings,
@@ -223,11 +226,17 @@ class DocumentCoder(DocumentLoop):
 
 
 def encode_adapted(
-    adaptation: Adaptation, documents: Sequence[np.ndarray], on_share: OnShare | None = None
+    adaptation: Adaptation,
+    documents: Sequence[np.ndarray],
+    on_share: OnShare | None = None,
+    num_in_all: int = 0,
 ) -> bytes:
     """`encode_by` with a predictor that learns."""
-    num = len(documents)
-    return encode_by(lambda code: DocumentCoder(adaptation, num, code).run(), documents, on_share)
+
+    def run(code: Code) -> None:
+        DocumentCoder(adaptation, len(documents), code, num_in_all).run()
+
+    return encode_by(run, documents, on_share)
 
 
 def decode_adapted(
@@ -236,10 +245,11 @@ def decode_adapted(
     num_documents: int,
     bound: Bound,
     on_share: OnShare | None = None,
+    num_in_all: int = 0,
 ) -> list[list[int]]:
     """What `encode_adapted` was given; a stream that holds more than its `bound` is refused."""
 
     def run(code: Code) -> None:
-        DocumentCoder(adaptation, num_documents, code).run()
+        DocumentCoder(adaptation, num_documents, code, num_in_all).run()
 
     return decode_by(run, payload, num_documents, bound, on_share)

@@ -327,6 +327,16 @@ def code_documents(codec: Codec, documents: list[np.ndarray]) -> int:
     return 8 * len(payload)
 
 
+def code_first(adaptation: Adaptation, documents: list[np.ndarray], num_in_all: int) -> int:
+    """The same with adapters, for the first documents of a text of `num_in_all`."""
+    bodies = [doc[1:] for doc in documents]
+    payload = encode_adapted(adaptation, bodies, num_in_all=num_in_all)
+    bound = Bound(sum(map(len, bodies)))
+    decoded = decode_adapted(adaptation, payload, len(bodies), bound, num_in_all=num_in_all)
+    _require_same(bodies, decoded)
+    return 8 * len(payload)
+
+
 def _require_same(bodies: Sequence[np.ndarray], decoded: Sequence[Sequence[int]]) -> None:
     if any(body.tolist() != back for body, back in zip(bodies, decoded, strict=True)):
         raise CodecError("the decoder did not give the documents back")

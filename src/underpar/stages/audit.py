@@ -25,6 +25,7 @@ from underpar.audit.finding import STRICT, Finding, overall
 from underpar.audit.kraft import flatten
 from underpar.audit.rules import RULES, run_audit
 from underpar.audit.traces import for_probes
+from underpar.build.adaptation import adaptation_for
 from underpar.build.artifact import build_tokenizer, read_artifact, require_same_tokenizer
 from underpar.build.model import build_predictor
 from underpar.build.scoring import ScoringRequest, method_of, mixture_of, run_method
@@ -179,6 +180,9 @@ def open_case(folder: RunFolder, runtime: Runtime, request: AuditRequest) -> Cas
         rescore_flat=lambda alphabet: rescorer(artifact, runtime, alphabet),
         repeat=repeater(artifact, runtime),
         open_mixture=lambda score: mixture_of(score, artifact),
+        open_adaptation=lambda score: adaptation_for(
+            artifact, *method_of(score, artifact.recipe), _as_scored(score, runtime)
+        ),
         open_trainer=lambda: make_trainer(
             folder.read_recipe(), data, folder, replace(runtime, compiled=False)
         ),
@@ -239,15 +243,18 @@ def repeater(artifact: Artifact, runtime: Runtime) -> Callable[[Score, Shard], S
 
     def repeat(score: Score, shard: Shard) -> Score:
         method, recipe = method_of(score, artifact.recipe)
-        products = PRODUCTS.get(str(score.how.get("products")))
-        if products is None:
-            raise RunError(f"the score {score.method} does not say its precision")
-        request = ScoringRequest(
-            method, replace(runtime, precision=products), now=_clock_that_stops(score)
-        )
+        request = ScoringRequest(method, _as_scored(score, runtime), now=_clock_that_stops(score))
         return run_method(replace(artifact, recipe=recipe), shard, request)
 
     return repeat
+
+
+def _as_scored(score: Score, runtime: Runtime) -> Runtime:
+    """The runtime with the precision of a score."""
+    products = PRODUCTS.get(str(score.how.get("products")))
+    if products is None:
+        raise RunError(f"the score {score.method} does not say its precision")
+    return replace(runtime, precision=products)
 
 
 def _clock_that_stops(score: Score) -> Callable[[], float]:
