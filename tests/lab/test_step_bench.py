@@ -164,9 +164,6 @@ def apply_optimizer(optimizer, recipe):
         # Twice, because the momentum of A counts too.
         for _ in range(2):
             assert require_agreement(a, b)["errors"]["update"]["all"] == 0
-        a(), b()
-        for name, weight in a.model.state_dict().items():
-            torch.testing.assert_close(b.model.state_dict()[name], weight, msg=name)
     else:
         with pytest.raises(BenchError, match="B updates blocks"):
             require_agreement(a, b)
