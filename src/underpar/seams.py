@@ -347,6 +347,35 @@ class MoreTargets(Protocol):
         """
 
 
+class Initializer(Protocol):
+    """Train stage, seam `initialize`: other weights to start from."""
+
+    def initialize(self, model: nn.Module) -> None:
+        """Change the initial weights once, before the first step, with torch's global generator."""
+
+
+class Pusher(Protocol):
+    """Train stage, seam `push`: moves the weights before the passes of a step.
+
+    The optimizer steps from where they were moved to.
+    """
+
+    def start(self, weights: Mapping[str, Tensor]) -> None:
+        """Take the initial weights."""
+
+    def push(self, weights: Mapping[str, Tensor], p: float, lr_scale: float) -> None:
+        """Move the weights in place, the same on every rank; `lr_scale` is as in Averager."""
+
+    def see(self, weights: Mapping[str, Tensor]) -> None:
+        """Take the weights after the step."""
+
+    def state(self) -> dict[str, Tensor]:
+        """What is checkpointed, by names of its own."""
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Put a checkpointed state back."""
+
+
 class FakeQuantizer(Protocol):
     """Train stage, seam `fake_quantize`: other weights for the passes of a step."""
 
@@ -454,6 +483,8 @@ STAGE_SEAMS: dict[str, dict[str, type]] = {
         "penalty": Penalty,
         "weigh": Weigher,
         "more_targets": MoreTargets,
+        "initialize": Initializer,
+        "push": Pusher,
         "fake_quantize": FakeQuantizer,
     },
     "infer": {

@@ -44,6 +44,11 @@ LOOP = "levers.loop=true"
         (["levers.loop.last=4", "levers.pass_blend=true"], ("pass_blend.layers", "(3, 4, 5)")),
         ([LOOP, "levers.pass_blend.beta=[1.0]"], ("pass_blend", "3 values of beta")),
         (["levers.loop={first=7, last=9}", "levers.lanes=true"], ("lanes.start", "layer 7")),
+        (
+            ["levers.loop={first=7, last=9}", "levers.late_context=true"],
+            ("late_context", "layer 7"),
+        ),
+        (["levers.lanes=true", "levers.late_context=true"], ("lanes and late_context", "layer 8")),
         (["levers.lanes=true", "levers.parallel=true"], ("lanes and parallel", "layer 8")),
         (["levers.softcap=true", "levers.asym_softcap=true"], ("softcap and asym_softcap", "cap")),
         (["levers.key_offset.share=1.5"], ("key_offset.share", "0 to 1")),

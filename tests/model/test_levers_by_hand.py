@@ -66,13 +66,15 @@ def by_hand(
     change_v: Callable[[int, Tensor, Tensor], Tensor] = lambda visit, v, first: v,
     heads: Callable[[Tensor, Tensor, Tensor, int], Tensor] = plain_heads,
     product: Callable[[str, int, Tensor, Tensor], Tensor] = lambda site, visit, y, x: y,
+    read: Callable[[int, Tensor], Tensor] = lambda visit, x: x,
+    finish: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> Tensor:
     """Logits (T, V); the arguments say what a lever changes."""
     x = rms(model.embedding.weight[TOKENS])
     first_v: Any = None
     for visit, layer in enumerate(order):
         block = model.blocks[layer]
-        n = rms(x)
+        n = rms(read(visit, x))
         q, k, v = (
             product(site, visit, n @ getattr(block.attn, site).weight.T, n).unflatten(
                 -1, (-1, block.attn.head_dim)
@@ -85,7 +87,7 @@ def by_hand(
         n = rms(x)
         h = F.relu(n @ block.mlp.up.weight.T).square()
         x = x + block.mlp_scale * product("mlp", visit, h @ block.mlp.down.weight.T, n)
-    return 30.0 * torch.tanh(rms(x) @ model.embedding.weight.T / 30.0)
+    return 30.0 * torch.tanh(rms(finish(x)) @ model.embedding.weight.T / 30.0)
 
 
 def assert_equal(model: GPT, expected: Tensor) -> None:
@@ -216,3 +218,18 @@ def test_logit_rescale_is_the_published_curve_of_the_raw_logits() -> None:
     torch.testing.assert_close(model.cap(raw), expected)
     torch.testing.assert_close(model.cap(raw, fused=True), expected)
     assert model.cap(raw.bfloat16()).dtype == torch.float32
+
+
+def test_late_attention_reads_the_saved_stream_and_the_end_takes_it_out() -> None:
+    model = model_with("late_context={start=2, backout=0.3}")
+    share = model.levers.late_context.backout
+    saved: list[Tensor] = []
+
+    def read(visit: int, x: Tensor) -> Tensor:
+        if visit == 2:
+            saved.append(x)
+        return saved[0] if visit >= 2 else x
+
+    with torch.no_grad():
+        expected = by_hand(model, [0, 1, 2, 3], read=read, finish=lambda x: x - share * saved[0])
+        assert_equal(model, expected)

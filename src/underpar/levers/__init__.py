@@ -26,6 +26,7 @@ LEVERS = {
     "loop": "underpar.levers.loop",
     "pass_embed": "underpar.levers.pass_embed",
     "lanes": "underpar.levers.lanes",
+    "late_context": "underpar.levers.late_context",
     "parallel": "underpar.levers.parallel",
     "recur_ab": "underpar.levers.recur_ab",
     "recur_alpha": "underpar.levers.recur_alpha",
@@ -63,6 +64,8 @@ LEVERS = {
     "entropy_weight": "underpar.levers.entropy_weight",
     "multi_token": "underpar.levers.multi_token",
     "prefix_token": "underpar.levers.prefix_token",
+    "uniform_init": "underpar.levers.uniform_init",
+    "look_ahead": "underpar.levers.look_ahead",
     # A tensor belongs to the first adapter that names it, so adapters of few tensors come first.
     "adapt_scales": "underpar.levers.adapt_scales",
     "lora_ttt": "underpar.levers.lora_ttt",

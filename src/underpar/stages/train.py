@@ -197,7 +197,11 @@ def make_trainer(
     seed_everything(recipe.train.seed)
     part = recipe.train
     levers = plug_levers(recipe, "train").values()
-    model = build_model(recipe).to(runtime.device)
+    model = build_model(recipe)
+    for lever in levers:
+        if hasattr(lever, "initialize"):
+            lever.initialize(model)
+    model = model.to(runtime.device)
     more_targets = [lever for lever in levers if hasattr(lever, "more_targets")]
     for lever in more_targets:
         lever.begin(data.tokenizer.pieces, runtime.device)
@@ -219,6 +223,7 @@ def make_trainer(
         weighers=[lever for lever in levers if hasattr(lever, "weigh")],
         more_targets=more_targets,
         fake_quantizers=[lever for lever in levers if hasattr(lever, "fake_quantize")],
+        pushers=[lever for lever in levers if hasattr(lever, "push")],
         size_of=size.total_bytes,
     )
 

@@ -28,7 +28,7 @@ from underpar.data.loader import Batch, Loader
 from underpar.kernels.attention import backend_of
 from underpar.model.network import EAGER, Eager, Network
 from underpar.recipe import TrainPart
-from underpar.seams import Averager, FakeQuantizer, MoreTargets, Penalty, Weigher
+from underpar.seams import Averager, FakeQuantizer, MoreTargets, Penalty, Pusher, Weigher
 from underpar.train import schedule
 from underpar.train.checkpoint import Parts, Position, read_checkpoint, save_checkpoint
 from underpar.train.events import EventWriter
@@ -77,6 +77,7 @@ class Trainer:
     weighers: list[Weigher] = field(default_factory=list)
     more_targets: list[MoreTargets] = field(default_factory=list)
     fake_quantizers: list[FakeQuantizer] = field(default_factory=list)
+    pushers: list[Pusher] = field(default_factory=list)
     size_of: SizeOf | None = None
     runner: Eager = field(init=False)
     """Runs the parts of each forward pass: as they are written, or compiled."""
@@ -93,6 +94,8 @@ class Trainer:
         self.runner = TracedRun() if self.runtime.compiled else EAGER
         for averager in self.averagers:
             averager.start(self.weights())
+        for pusher in self.pushers:
+            pusher.start(self.weights())
 
     def run(self, on_step: OnStep | None = None) -> bool:
         """Train until the budget is spent (True) or a signal asks to stop (False)."""
@@ -191,11 +194,14 @@ class Trainer:
         self.optimizer.load(parts["optimizer"])
         for i, averager in enumerate(self.averagers):
             averager.load(parts[f"average{i}"])
+        for i, pusher in enumerate(self.pushers):
+            pusher.load(parts[f"push{i}"])
 
     def parts(self) -> Parts:
         """Everything that steps change, besides the position: the live tensors."""
         parts = {"model": self.weights(), "optimizer": self.optimizer.state()}
-        return parts | {f"average{i}": a.state() for i, a in enumerate(self.averagers)}
+        parts |= {f"average{i}": a.state() for i, a in enumerate(self.averagers)}
+        return parts | {f"push{i}": pusher.state() for i, pusher in enumerate(self.pushers)}
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The live weights."""
@@ -228,8 +234,12 @@ class Trainer:
         self.model.set_progress(p)
         for lever in self.more_targets:
             lever.progress(p)
+        for pusher in self.pushers:
+            pusher.push(self.weights(), p, planned_scale)
         loss = self._accumulate(feed.at(step, context), step, p)
         norm = self.optimizer.step(lr_scale, momentum, decay_scales)
+        for pusher in self.pushers:
+            pusher.see(self.weights())
         for averager in self.averagers:
             averager.update(self.weights(), step + 1, planned_scale)
 
