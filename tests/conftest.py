@@ -1,5 +1,6 @@
 """What many tests share: a small data folder and one tiny trained, packed and scored run."""
 
+import gc
 import hashlib
 import json
 import os
@@ -31,6 +32,10 @@ CPU = Runtime(torch.device("cpu"))
 
 # Tiny models gain nothing from threads, and tests that run side by side lose by them.
 torch.set_num_threads(1)
+
+# Torch fills the heap with objects that stay, and each collection looks at all of them: by default
+# 4 % of the time of the tests.
+gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.fixture(scope="session")

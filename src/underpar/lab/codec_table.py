@@ -160,7 +160,7 @@ def _zstd() -> Coder:
     import zstandard
 
     return Coder(
-        "zstd --ultra -22",
+        "zstd -22",
         lambda data: zstandard.ZstdCompressor(level=22).compress(data),
         lambda data: zstandard.ZstdDecompressor().decompress(data),
     )
@@ -170,7 +170,7 @@ def _brotli() -> Coder:
     import brotli
 
     return Coder(
-        "brotli -q 11 -w 24",
+        "brotli -q 11",
         lambda data: bytes(brotli.compress(data, quality=11, lgwin=24)),
         lambda data: bytes(brotli.decompress(data)),
     )
@@ -182,7 +182,7 @@ def _ppmd() -> Coder:
 
     settings: Mapping[str, Any] = {"max_order": 8, "mem_size": PPMD_MEMORY_BYTES, "variant": "I"}
     return Coder(
-        "PPMd var. I -o8",
+        "PPMd -o 8",
         lambda data: bytes(pyppmd.compress(data, **settings)),
         lambda data: bytes(pyppmd.decompress(data, **settings)),
     )
@@ -190,7 +190,7 @@ def _ppmd() -> Coder:
 
 def _zpaq() -> Coder:
     """The package of that name, or else the program."""
-    name = "zpaq -method 5"
+    name = "zpaq -m5"
     try:
         import zpaq
     except ImportError:
@@ -248,9 +248,9 @@ COLUMNS = (
     "compressor",
     "bytes#",
     "bits per byte#",
-    "with the artifact, bytes#",
-    "compress, MB/s#",
-    "decompress, MB/s#",
+    "with artifact#",
+    "compress MB/s#",
+    "decompress MB/s#",
 )
 
 
@@ -270,7 +270,9 @@ def cells_of(text: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _rate_text(num_bytes: int, seconds: float) -> str:
-    return f"{num_bytes / 1e6 / seconds:.3g}"
+    """Megabytes per second; compressors differ by a factor of a million."""
+    rate = num_bytes / 1e6 / seconds
+    return number_text(rate, 4 if rate < 0.1 else 2 if rate < 100 else 0)
 
 
 def sentence_of(record: Mapping[str, Any]) -> str:

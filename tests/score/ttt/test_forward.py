@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, fx
-from torch._dynamo.backends.debugging import aot_eager
+from torch._dynamo.backends.debugging import aot_eager_default_partitioner
 
 from lever_stacks import CPU, randomized
 from underpar.compile.regions import Sharing
@@ -51,7 +51,7 @@ class Counted(Sharing):
 
 def counted() -> Counted:
     """Compiles as inductor traces and as torch computes."""
-    return Counted(aot_eager)
+    return Counted(aot_eager_default_partitioner)
 
 
 @pytest.fixture(autouse=True)
