@@ -15,9 +15,16 @@ from hypothesis import strategies as st
 from tiny import TinyRun
 from tiny_codec import Unigram
 from trained import TRANSFORM_NAMES, any_bytes, lossless
-from underpar.codec import stream
+from underpar.codec import range_coder, stream
 from underpar.codec.frame import ADAPTED, EXACT, PLAIN, STORED, Frame, Header, read_frame
-from underpar.codec.lanes import Bound, decode_documents, encode_documents
+from underpar.codec.lanes import (
+    Bound,
+    decode_documents,
+    encode_documents,
+    frequencies,
+    probabilities,
+    quantize_there,
+)
 from underpar.codec.stream import Codec, code_documents
 from underpar.core.runtime import Runtime
 from underpar.data.folder import load_data
@@ -223,10 +230,18 @@ def test_a_header_that_claims_many_documents_is_refused(codec: Codec, compressed
 
 
 def test_probabilities_of_a_step_are_whole(codec: Codec) -> None:
-    from underpar.codec.lanes import probabilities
-
     log_probs = codec.predictor.stepper(3).step(torch.tensor([1, 1, 1]))
-    np.testing.assert_allclose(probabilities(log_probs).sum(axis=1), 1.0, rtol=1e-12)
+    np.testing.assert_allclose(probabilities(log_probs).sum(dim=1), 1.0, rtol=1e-12)
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.0, 30.0, 300.0])
+def test_a_device_quantizes_as_the_host_does(spread: float) -> None:
+    log_probs = torch.log_softmax(spread * torch.randn(5, 300), dim=1)
+    probs = probabilities(log_probs)
+    assert np.array_equal(quantize_there(probs).numpy(), range_coder.quantize(probs.numpy()))
+    assert np.array_equal(frequencies(log_probs), range_coder.quantize(probs.numpy()))
+    with pytest.raises(CodecError, match="not finite"):
+        quantize_there(torch.full((2, 9), torch.nan, dtype=torch.float64))
 
 
 def test_the_number_of_threads_does_not_matter(codec: Codec, compressed: bytes) -> None:

@@ -20,7 +20,6 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from underpar.codec import range_coder
 from underpar.codec.lanes import (
     NUM_THREADS,
     Bound,
@@ -28,13 +27,14 @@ from underpar.codec.lanes import (
     OnShare,
     decode_by,
     encode_by,
-    probabilities,
+    frequencies,
 )
-from underpar.core.runtime import Clock, Runtime, threads
+from underpar.core.runtime import Clock, Runtime, fix_matmul_workspace, threads
 from underpar.errors import CodecError
 from underpar.infer.lora import LoraSettings
 from underpar.infer.predictor import Predictor, log_probs_of
 from underpar.infer.tilt import Mixture
+from underpar.kernels.attention.select import backend_of, set_backend
 from underpar.model.chunk_cache import ChunkCache
 from underpar.model.network import products
 from underpar.score.ttt.lanes import LaneBatch
@@ -70,18 +70,25 @@ class Adaptation:
 
 
 @contextmanager
-def deterministic(device: torch.device) -> Iterator[None]:
+def deterministic(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
     """Inside, operations on the same GPU give the same bits in every process.
 
-    A CPU with a fixed number of threads does so anyway.
+    A CPU with a fixed number of threads does so anyway. Of the kernels of attention only those of
+    torch have a backward pass that adds in a fixed order.
     """
+    if device.type != "cuda":
+        yield
+        return
+    fix_matmul_workspace()
+    attention = backend_of(device, dtype)
     before = torch.are_deterministic_algorithms_enabled()
-    if device.type == "cuda":
-        torch.use_deterministic_algorithms(True, warn_only=True)
+    set_backend("flash" if dtype != torch.float32 else "reference", device, dtype)
+    torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before)
+        set_backend(attention, device, dtype)
 
 
 class SteppedLanes(KeptLanes):
@@ -154,7 +161,7 @@ class DocumentCoder(DocumentLoop):
 
     def run(self) -> None:
         """Code every document to its end."""
-        with threads(NUM_THREADS), deterministic(self.predictor.device):
+        with threads(NUM_THREADS), deterministic(self.predictor.device, self.predictor.dtype):
             self.run_stream(stream_schedule(self._num_targets, self._num_lanes, self._sizes))
 
     def text_of(self, document: int) -> np.ndarray:
@@ -199,7 +206,7 @@ class DocumentCoder(DocumentLoop):
                     hidden = predictor.model.hidden(upload(tokens, predictor.device), cache)
                     log_probs = log_probs_of(predictor.model, hidden)
                 cache.commit()
-                freqs = range_coder.quantize(probabilities(log_probs))
+                freqs = frequencies(log_probs)
                 going = [chunk for chunk in going if self._goes_on(chunk, freqs[chunk.lane])]
 
     def _goes_on(self, chunk: Chunk, freqs: np.ndarray) -> bool:

@@ -61,7 +61,7 @@ def _drive(predictor: Predictor, num_documents: int, num_lanes: int, code: Code)
             documents, tokens = [documents[lane] for lane in active], tokens[active]
             active = list(range(len(documents)))
         log_probs = stepper.step(torch.from_numpy(tokens).to(predictor.device))
-        freqs = range_coder.quantize(probabilities(log_probs))
+        freqs = frequencies(log_probs)
         for lane in active:
             tokens[lane] = code(documents[lane], freqs[lane])
             if tokens[lane] == BOS_ID:
@@ -83,13 +83,31 @@ def hash_step(predictor: Predictor) -> str:
     return f"threads {granted} step {digest.hexdigest()[:8]}"
 
 
-def probabilities(log_probs: torch.Tensor) -> np.ndarray:
+def probabilities(log_probs: torch.Tensor) -> torch.Tensor:
     """Probabilities (L, V) in float64, each row summing to 1 to the last bits."""
     # Computed by torch, because the compressed file names its version. Integer arithmetic after
     # this is the same on every machine.
-    probs = log_probs.cpu().double().exp()
-    normalized: np.ndarray = (probs / probs.sum(dim=1, keepdim=True)).numpy()
-    return normalized
+    probs = log_probs.double().exp()
+    return probs / probs.sum(dim=1, keepdim=True)
+
+
+def frequencies(log_probs: torch.Tensor) -> np.ndarray:
+    """Frequencies (L, V) of a step's tokens, out of 2^FREQ_BITS, on the host."""
+    if log_probs.device.type != "cuda":
+        # Some devices have no float64.
+        return range_coder.quantize(probabilities(log_probs.cpu()).numpy())
+    return quantize_there(probabilities(log_probs)).cpu().numpy()
+
+
+def quantize_there(probs: torch.Tensor) -> torch.Tensor:
+    """`range_coder.quantize` on the device of the probabilities (L, V): a host takes longer."""
+    room = range_coder.TOTAL - probs.shape[1]
+    freqs = (probs * float(room)).long() + 1
+    rows, best = torch.arange(len(probs), device=probs.device), probs.argmax(dim=1)
+    freqs[rows, best] += range_coder.TOTAL - freqs.sum(dim=1)
+    if not bool(probs.isfinite().all() & (freqs > 0).all()):
+        raise CodecError("probabilities of a step are not finite or do not sum to 1")
+    return freqs
 
 
 # drive(code): run every document, each token by `code`.

@@ -90,6 +90,14 @@ def keep_kernels() -> None:
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder))
 
 
+def fix_matmul_workspace() -> None:
+    """Let cuBLAS give the same bits in every process, as torch demands: before the first product.
+
+    A process that has multiplied before keeps the workspace that it has.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
 def variable(name: str, default: str) -> str:
     """An environment variable: the contest's scripts take their paths and their seed from these."""
     return os.environ.get(name, default)
