@@ -68,6 +68,18 @@ def check_sites(lever: str, sites: int, plan: Sequence[Visit]) -> None:
     require(sites == num, f"levers.{lever}.sites = {sites}: the plan has {num} repeated visits")
 
 
+def check_no_return(lever: str, start: int, plan: Sequence[Visit]) -> None:
+    """Refuse a plan in which a loop returns to a layer before `start` after a later layer."""
+    layers = [visit.layer for visit in plan]
+    first = next(i for i, layer in enumerate(layers) if layer >= start)
+    early = [layer for layer in layers[first:] if layer < start]
+    require(
+        not early,
+        f"levers.{lever}.start = {start}: a loop returns to layer {min(early, default=0)} "
+        "after it; start after the loop",
+    )
+
+
 def take_turns(start: int, *stacks: Sequence[Any]) -> None:
     """From block `start` on, silence attention in even layers and the MLP in odd ones.
 

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from underpar.recipe import ModelSpec, require
-from underpar.seams import Branches, Stream, Visit, check_layers, take_turns
+from underpar.recipe import ModelSpec
+from underpar.seams import Branches, Stream, Visit, check_layers, check_no_return, take_turns
 
 STAGE = "model"
 
@@ -67,14 +67,7 @@ class Lever(nn.Module):
 
     def check(self, plan: Sequence[Visit]) -> None:
         """Refuse a plan in which a loop returns to a layer before the lanes."""
-        layers = [visit.layer for visit in plan]
-        first = next(i for i, layer in enumerate(layers) if layer >= self.start)
-        early = [layer for layer in layers[first:] if layer < self.start]
-        require(
-            not early,
-            f"levers.lanes.start = {self.start}: a loop returns to layer {min(early, default=0)} "
-            "after it; start the lanes after the loop",
-        )
+        check_no_return("lanes", self.start, plan)
 
     def before(self, visit: Visit, stream: Stream) -> None:
         """Open the second lane as a copy of the stream; the first lane is the stream itself."""

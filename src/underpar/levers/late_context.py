@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from underpar.recipe import ModelSpec, require
-from underpar.seams import Branches, Stream, Visit, check_layers
+from underpar.recipe import ModelSpec
+from underpar.seams import Branches, Stream, Visit, check_layers, check_no_return
 
 STAGE = "model"
 
@@ -59,14 +59,7 @@ class Lever(nn.Module):
 
     def check(self, plan: Sequence[Visit]) -> None:
         """Refuse a plan in which a loop returns to a layer before `start`."""
-        layers = [visit.layer for visit in plan]
-        first = next(i for i, layer in enumerate(layers) if layer >= self.start)
-        early = [layer for layer in layers[first:] if layer < self.start]
-        require(
-            not early,
-            f"levers.late_context.start = {self.start}: a loop returns to layer "
-            f"{min(early, default=0)} after it; start after the loop",
-        )
+        check_no_return("late_context", self.start, plan)
 
     def before(self, visit: Visit, stream: Stream) -> None:
         """Save the stream before the first of the layers."""
