@@ -129,8 +129,10 @@ class HNetPart:
     Shapes: blocks of width `dim` before (`encoder_layers`) and after (`decoder_layers`) the main
     network; `levers` are those of these blocks, as tables [hnet.levers.NAME].
 
-    Chunks: every `stride` bytes of a document begin one. The last one of a document may be shorter;
-    a training batch has room for a share `spare_room` more than its bytes alone would need.
+    Chunks: every `stride` bytes of a document begin one; 0: where a router says so (M2), which the
+    ratio loss, `ratio_weight` times, pushes towards `target_bytes` per chunk. A training batch has
+    room for a share `spare_room` more chunks than these numbers need, and up to the progress
+    `settled`, while a router learns, for a chunk in every other byte.
 
     `zero_init`: output projections of blocks start at 0, other matrices orthogonal; without it all
     start as torch's nn.Linear does.
@@ -144,6 +146,9 @@ class HNetPart:
     decoder_layers: int = 1
     stride: int = 4
     spare_room: float = 0.5
+    target_bytes: float = 4.0
+    ratio_weight: float = 0.03
+    settled: float = 0.1
     zero_init: bool = True
     levers: dict[str, dict[str, Any]] = field(default_factory=dict, hash=False)
 
@@ -157,8 +162,9 @@ class HNetPart:
             ("decoder_layers", LARGEST["num_layers"]),
             ("stride", LARGEST["context"]),
         ):
-            value = getattr(self, name)
-            require(0 < value <= largest, f"hnet.{name} = {value}: expected 1 to {largest}")
+            value, least = getattr(self, name), int(name != "stride")
+            wanted = f"expected {least} to {largest}"
+            require(least <= value <= largest, f"hnet.{name} = {value}: {wanted}")
         require(
             self.dim % self.num_heads == 0
             and self.num_heads % self.num_kv_heads == 0
@@ -168,11 +174,17 @@ class HNetPart:
         )
         spare = self.spare_room
         require(0 <= spare <= 100, f"hnet.spare_room = {spare}: expected 0 to 100")
+        target = self.target_bytes
+        require(1 < target <= 1e4, f"hnet.target_bytes = {target}: expected above 1, at most 10000")
+        weight = self.ratio_weight
+        require(0 <= weight < 1, f"hnet.ratio_weight = {weight}: expected 0 up to 1")
+        share = self.settled
+        require(0 <= share <= 1, f"hnet.settled = {share}: expected 0 to 1")
 
     @property
     def bytes_per_chunk(self) -> float:
         """How many bytes a chunk is meant to have."""
-        return float(self.stride)
+        return float(self.stride) or self.target_bytes
 
     def spec_of(self, spec: ModelSpec, num_layers: int) -> ModelSpec:
         """The shapes of blocks at byte level around the main network of `spec`."""

@@ -36,9 +36,14 @@ SMALL = [
 ]
 
 
+@pytest.fixture(scope="module", params=["hnet-m1-fixed+cpu", "hnet-m2+cpu"])
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def recipe() -> Recipe:
-    return load_checked("hnet-m1-fixed+cpu", SMALL)
+def recipe(name: str) -> Recipe:
+    return load_checked(name, SMALL)
 
 
 @pytest.fixture(scope="module")
@@ -109,16 +114,13 @@ def test_it_writes(model: Model) -> None:
     assert isinstance(first, str) and first == model.generate("The ", max_tokens=12, seed=1)
 
 
-def test_documents_shorter_than_a_stride_train_pack_and_score(
-    tmp_path: Path, recipe: Recipe
-) -> None:
+def test_documents_shorter_than_a_stride_train_pack_and_score(tmp_path: Path, name: str) -> None:
     texts = ["a", "ab", "\x00", "abc\x00d", "\ufffd", *(f"text {i} " * 40 for i in range(20))]
     file = tmp_path / "texts.jsonl"
     write_jsonl(file, texts)
     changes = {key: value for key, _, value in (line.partition("=") for line in SMALL)}
     changes |= {"data.holdout": "0.4", "train.budget_steps": "2"}
     plain = {key: json.loads(value) for key, value in changes.items()}
-    name = "hnet-m1-fixed+cpu"
     data = underpar.build_data(file, tmp_path / "data", name, set=plain)
     assert sorted(decoded(data, data.train) + decoded(data, data.val)) == sorted(
         text.encode() for text in texts

@@ -1,9 +1,11 @@
 """Chunks of a pack and of lanes: what is a chunk, and what does not fit."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -71,6 +73,7 @@ def test_room_that_is_not_needed_changes_nothing(
 ) -> None:
     cache, is_boundary = packed(lengths, marks)
     exact, num = PackedChunks(cache, is_boundary), int(is_boundary.sum())
+    assume(num + spare < len(is_boundary))
     roomy = PackedChunks(cache, is_boundary, num + spare)
     x = torch.randn(len(is_boundary), 3)
     assert torch.equal(roomy.gather(x)[:num], exact.gather(x))
@@ -81,6 +84,29 @@ def test_room_that_is_not_needed_changes_nothing(
     assert roomy.cu[-1] == num + spare
     assert num in roomy.cu.tolist()
     assert (roomy.cu[1:] - roomy.cu[:-1]).max() <= roomy.max_len
+
+
+@settings(max_examples=60, deadline=None)
+@given(**PACKS)
+def test_room_for_a_chunk_per_token_makes_shapes_of_places_alone(
+    lengths: list[int], marks: list[bool]
+) -> None:
+    cache, is_boundary = packed(lengths, marks)
+    num_tokens = len(is_boundary)
+    exact, roomy = (PackedChunks(cache, is_boundary, room) for room in (0, num_tokens))
+    assert torch.equal(roomy.cu, cache.cu) and roomy.max_len == cache.max_len
+    x = torch.randn(num_tokens, 3)
+    assert torch.equal(roomy.spread(roomy.gather(x)), exact.spread(exact.gather(x)))
+    # The same chunks in the same order, at the first places of each segment.
+    marked = roomy.gather(torch.arange(1, num_tokens + 1))
+    used = marked > 0
+    assert torch.equal(marked[used] - 1, exact.gather(torch.arange(num_tokens)))
+    assert torch.equal(roomy.positions[used], exact.positions)
+    for begin, end in pairwise(cache.cu.tolist()):
+        assert used[begin:end].tolist() == sorted(used[begin:end].tolist(), reverse=True)
+    p = torch.rand(num_tokens) / 2 + 0.5
+    blends = [c.spread(c.smooth(c.gather(x), c.gather(p))) for c in (exact, roomy)]
+    torch.testing.assert_close(*blends)
 
 
 @settings(max_examples=60, deadline=None)

@@ -2,8 +2,13 @@
 
 A boundary begins a chunk, and the token there stands for the chunk. Chunks are read by a network
 of their own (model/hnet.py), with a cache of their own: in a flat pack (`PackedChunks`), or in
-lanes that step one token at a time (`LaneChunks`). Both have two methods beside those of a cache:
-`gather` takes what stands for each chunk, and `spread` gives each token what its chunk was made to.
+lanes that step one token at a time (`LaneChunks`). Both have three methods beside those of a cache:
+`gather` takes what stands for each chunk, `smooth` blends each chunk with those before it, and
+`spread` gives each token what its chunk was made to.
+
+Smoothing (arXiv:2507.07955, equation 5) is z[c] = P[c] y[c] + (1 - P[c]) z[c - 1] over the chunks
+of a segment, and z = y at its first. P is the probability of the chunk's boundary and above 1/2, so
+the share of a chunk halves at least with every later one.
 
 Shapes: N tokens, C chunks.
 """
@@ -11,37 +16,55 @@ Shapes: N tokens, C chunks.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from underpar.model.kv_cache import LaneCache, PackedCache
 from underpar.seams import KVCache
 
+# 32 chunks: the share of one that is farther back is below 2^-32.
+DOUBLINGS = 5
+
 
 class PackedChunks(PackedCache):
     """The chunks of a flat pack. A chunk never spans two segments.
 
-    With a `room` there are exactly so many chunks, so that a compiler meets one shape. Tokens of
-    chunks that do not fit join the last one that does, if it is of their own segment, and get zeros
-    otherwise: what fits is decided from left to right, so later tokens change nothing before them.
-    Chunks that are not needed are zeros, in segments of their own.
+    There are as many as begin. With a `room` the number does not depend on the text:
+
+    - With room for a chunk per token, the chunks of a segment have the places of its first tokens.
+      Then no shape depends on the text, and no later token can change even the last bit of what is
+      computed before it.
+    - With less, there are exactly so many chunks, one after the other. Tokens of chunks that do not
+      fit join the last one that does, if it is of their own segment, and get zeros otherwise. What
+      fits is decided from left to right, so later tokens change nothing before them.
+
+    Chunks that are not needed are zeros. They come after all others of their segment, or are in
+    segments of their own.
     """
 
     def __init__(self, cache: PackedCache, is_boundary: Tensor, room: int = 0) -> None:
-        ends = is_boundary.cumsum(0)
-        total = ends[-1]
-        num_chunks = room or int(total)
-        slots = torch.arange(num_chunks, device=ends.device)
-        # The first token at which so many chunks have begun; N for a chunk that is not needed.
-        first = torch.searchsorted(ends, slots + 1)
-        self._is_used = first < len(ends)
-        self._first = first.clamp(max=len(ends) - 1)
-        # The chunk of each token, and that of the first token of its segment.
-        chunk = ends - 1
-        begin = chunk[torch.arange(len(ends), device=ends.device) - cache.positions]
-        self._has_chunk = begin < num_chunks
         self.context = cache.context
-        self._chunk = chunk.clamp(max=num_chunks - 1)
+        ends = is_boundary.cumsum(0)
+        tokens = torch.arange(len(ends), device=ends.device)
+        start = tokens - cache.positions
+        # The number of the chunk of each token, and of the first chunk of its segment.
+        chunk = ends - 1
+        begin = chunk[start]
+        if room >= len(ends):
+            self._first = self._first_of(begin + cache.positions, ends)
+            number = chunk[self._first]
+            self._is_used = (start[self._first] == start) & (number == begin + cache.positions)
+            self._chunk = start + chunk - begin
+            self._has_chunk = torch.ones_like(is_boundary)
+            self.positions, self.cu, self.max_len = cache.positions, cache.cu, cache.max_len
+            return
 
+        num_chunks = room or int(ends[-1])
+        slots = torch.arange(num_chunks, device=ends.device)
+        self._first = self._first_of(slots, ends)
+        self._is_used = slots < ends[-1]
+        self._has_chunk = begin < num_chunks
+        self._chunk = chunk.clamp(max=num_chunks - 1)
         self.positions = torch.where(self._is_used, slots - begin[self._first], 0)
         # A segment of the pack has as many chunks as begin in it.
         before = torch.cat((ends.new_zeros(1), ends))
@@ -53,10 +76,25 @@ class PackedChunks(PackedCache):
             cu = torch.cat((cu, (cu[-1] + rest * self.max_len).clamp(max=num_chunks)))
         self.cu = cu.to(torch.int32)
 
+    @staticmethod
+    def _first_of(chunks: Tensor, ends: Tensor) -> Tensor:
+        """The first token of each of these chunks; the last token for one that is not there."""
+        return torch.searchsorted(ends, chunks + 1).clamp(max=len(ends) - 1)
+
     def gather(self, x: Tensor) -> Tensor:
         """x (N, ...) of the token that stands for each chunk: (C, ...)."""
         used = self._is_used.view(-1, *[1] * (x.ndim - 1))
         return torch.where(used, x[self._first], torch.zeros_like(x[:1]))
+
+    def smooth(self, y: Tensor, p: Tensor) -> Tensor:
+        """y (C, dim), each blended with those before it; p (C,) of the boundary of each."""
+        decay = torch.where(self.positions == 0, 0.0, 1 - p)[:, None]
+        z = (1 - decay) * y.to(decay.dtype)
+        # After k doublings a chunk has the shares of 2^k chunks.
+        for back in (1 << k for k in range(DOUBLINGS)):
+            z = z + decay * F.pad(z, (0, 0, back, 0))[: len(z)]
+            decay = decay * F.pad(decay, (0, 0, back, 0))[: len(z)]
+        return z.to(y.dtype)
 
     def spread(self, y: Tensor) -> Tensor:
         """y (C, dim) of the chunk of each token: (N, dim)."""
@@ -84,6 +122,16 @@ class LaneChunks(LaneCache):
     def gather(self, x: Tensor) -> Tensor:
         """x (L, ...) as it is: every lane has a token that may begin a chunk."""
         return x
+
+    def smooth(self, y: Tensor, p: Tensor) -> Tensor:
+        """y (L, dim), each blended with what this gave the lane's last chunk."""
+        decay = torch.where(self.positions == 0, 0.0, 1 - p)[:, None]
+        z = (1 - decay) * y.to(decay.dtype)
+        before = self._last.get("smooth")
+        if before is not None:
+            z = z + decay * before
+        self._kept("smooth", z)
+        return z.to(y.dtype)
 
     def spread(self, y: Tensor) -> Tensor:
         """y (L, dim) of the lanes with a boundary, and what the others were given before."""

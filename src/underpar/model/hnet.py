@@ -3,9 +3,9 @@
     bytes -> encoder -> cut into chunks -> up -> main network -> down -> one vector per byte,
     added to what the encoder made of it -> decoder -> head
 
-This is the hierarchy of arXiv:2507.07955 with chunks of a fixed stride, as in Parameter Golf PR
-1615 (M1). Encoder, main network and decoder are trunks of the baseline's blocks, each with levers
-of its own.
+This is the hierarchy of arXiv:2507.07955: with chunks of a fixed stride, as in Parameter Golf PR
+1615 (M1), or with learned ones (M2), which model/router.py cuts. Encoder, main network and decoder
+are trunks of the baseline's blocks, each with levers of its own.
 
 No byte sees a later one. A chunk is represented by its first byte, and the bytes of a chunk get
 what the main network made of chunks up to their own: what reaches a byte comes from bytes up to the
@@ -17,7 +17,7 @@ Shapes: N bytes, C chunks, D0 the width at byte level, dim that of the main netw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 
 import torch.nn.functional as F
@@ -27,11 +27,20 @@ from underpar.errors import RecipeError
 from underpar.model.chunks import Chunks, cut
 from underpar.model.gpt import Trunk, init_blocks, norm
 from underpar.model.network import EAGER, Eager, Network
+from underpar.model.router import (
+    Router,
+    Stride,
+    boundaries_of,
+    ratio_loss,
+    straight_through,
+)
 from underpar.schema import HNetPart, ModelSpec
 from underpar.seams import KVCache, Stream, Visit
 
 # A batch has room for a multiple of this many chunks.
 ROOM = 128
+# Among what a stream keeps: the probability (N,) that a chunk begins at each byte.
+ROUTER = "router"
 # Hooks that read what the byte level alone has: bytes one by one.
 BYTE_HOOKS = ("embed", "stem")
 
@@ -74,6 +83,8 @@ class HNet(Network):
         self.hooks = self.main.hooks
         self.down = nn.Linear(spec.dim, part.dim, bias=False)
         self.decoder = Stage(decoder, after)
+        self.router = Stride(part.stride) if part.stride else Router(part.dim)
+        self.residual = None if part.stride else nn.Linear(part.dim, part.dim, bias=False)
         self.lm_head = nn.Linear(part.dim, spec.vocab_size, bias=False)
         self.set_progress(1.0)
         # Shapes alone need no numbers.
@@ -84,6 +95,8 @@ class HNet(Network):
         """A head of zeros: the first loss is ln V, whatever the rest is."""
         nn.init.normal_(self.byte_embedding.weight, std=self.spec.embed_std)
         nn.init.zeros_(self.lm_head.weight)
+        if self.residual is not None:
+            nn.init.zeros_(self.residual.weight)
         if self.part.zero_init:
             init_blocks(self)
 
@@ -98,13 +111,22 @@ class HNet(Network):
         return self.main.levers
 
     @property
+    def variant(self) -> Hashable:
+        """Plan, and room for chunks."""
+        return self.plan, self.room
+
+    @property
     def flops_outside(self) -> float:
         """Operations per byte, in the forward pass, of the products outside of blocks."""
         between = (self.up.weight.numel() + self.down.weight.numel()) / self.part.bytes_per_chunk
-        return 2.0 * (between + self.lm_head.weight.numel())
+        learned = 3 * self.part.dim**2 if self.residual is not None else 0
+        return 2.0 * (between + learned + self.lm_head.weight.numel())
 
     def set_progress(self, p: float) -> None:
         """Say how far training is, from 0 to 1; the plan is that of all trunks."""
+        # Shares of the bytes of a batch for which a training pass has chunks.
+        settled = self.part.stride or p >= self.part.settled
+        self.room = (1 + self.part.spare_room) / self.part.bytes_per_chunk if settled else 0.5
         self.plan: tuple[Visit, ...] = ()
         for trunk in self.trunks:
             trunk.first_slot = len(self.plan)
@@ -127,25 +149,41 @@ class HNet(Network):
     def cut(self, stream: Stream) -> Stream:
         """The stream of chunks that the main network reads, from what the encoder made."""
         x, cache = self.encoder.close(replace(stream)), stream.cache
-        is_boundary = cache.positions % self.part.stride == 0
-        chunks = cut(cache, is_boundary, self._room(len(x)))
-        # Before the projection: the same as after it, and it costs a stride-th.
-        coarse = self.up(chunks.gather(x))
-        return self.main.begin(coarse, chunks.gather(stream.tokens), chunks)
+        p = self.router(x, cache)
+        cache_of_chunks = cut(cache, boundaries_of(p), self._room(len(x)))
+        # Before the projection: the same as after it, and it costs a fraction.
+        coarse = self.up(cache_of_chunks.gather(x))
+        tokens = cache_of_chunks.gather(stream.tokens)
+        chunks = self.main.begin(coarse, tokens, cache_of_chunks)
+        chunks.kept[ROUTER] = p
+        return chunks
 
     def join(self, stream: Stream, chunks: Stream) -> Stream:
         """The stream that the decoder's first block reads, from both of `cut`."""
         skip = self.encoder.close(replace(stream))
         cache: Chunks = chunks.cache  # type: ignore[assignment]
-        x = cache.spread(self.down(self.main.close(replace(chunks)))) + skip
-        return Stream(x, skip, stream.tokens, stream.cache, stream.angles)
+        made, p = self.down(self.main.close(replace(chunks))), chunks.kept[ROUTER]
+        if self.residual is None:
+            x = cache.spread(made) + skip
+        else:
+            x = cache.spread(cache.smooth(made, cache.gather(p)))
+            # The skip is all there at the start of training, as in M1; the reference begins with
+            # none of it.
+            x = straight_through(p)[:, None].to(x.dtype) * x + skip + self.residual(skip)
+        return Stream(x, skip, stream.tokens, stream.cache, stream.angles, {ROUTER: p})
+
+    def auxiliary_loss(self, stream: Stream) -> Tensor | None:
+        """The ratio loss of learned chunks."""
+        if self.residual is None:
+            return None
+        return self.part.ratio_weight * ratio_loss(stream.kept[ROUTER], self.part.target_bytes)
 
     def _room(self, num_bytes: int) -> int:
-        """Chunks that a training batch has room for; 0: exactly as many as there are."""
+        """Chunks that a batch has room for; 0: exactly as many as there are."""
         if not self.training:
-            return 0
-        wanted = (1 + self.part.spare_room) * num_bytes / self.part.bytes_per_chunk
-        return min(num_bytes, -(-int(wanted) // ROOM) * ROOM)
+            # With a stride their number follows from places alone. Learned, it must not show.
+            return 0 if self.part.stride else num_bytes
+        return min(num_bytes, -(-int(self.room * num_bytes) // ROOM) * ROOM)
 
     def finish(self, stream: Stream) -> Tensor:
         """What the head reads (N, D0), from the stream after the decoder."""

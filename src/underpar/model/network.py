@@ -7,7 +7,7 @@ logits from what comes out. `GPT` is one, `HNet` another; each is a subclass of 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -105,6 +105,11 @@ class Network(nn.Module, ABC):
     def trunks(self) -> tuple[Trunk, ...]:
         """Its runs of blocks, in the order of the forward pass."""
         return ()
+
+    @property
+    def variant(self) -> Hashable:
+        """What graphs of a forward pass depend on besides shapes, at the present progress."""
+        return self.plan
 
     @property
     def flops_outside(self) -> float:

@@ -9,12 +9,14 @@ from torch import nn
 from underpar.schema import GROUPS
 
 # Of blocks: those of a GPT, or of a trunk of an H-Net. Also what stands between its trunks.
-MATRIX = re.compile(r"((encoder|main|decoder)\.)?blocks\.|up\.|down\.")
+MATRIX = re.compile(r"((encoder|main|decoder)\.)?blocks\.|(up|down|router|residual)\.")
+# A row per token.
+TABLES = ("embedding.weight", "byte_embedding.weight", "lm_head.weight")
 
 
 def group_of(name: str, parameter: nn.Parameter) -> str:
     """Embedding tables (the levers' too), the blocks' matrices, and everything else."""
-    if name in ("embedding.weight", "byte_embedding.weight") or name.endswith(".table.weight"):
+    if name in TABLES or name.endswith(".table.weight"):
         return "embed"
     if MATRIX.match(name) and parameter.ndim == 2:
         return "matrix"

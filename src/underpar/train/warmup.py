@@ -60,9 +60,9 @@ def _passes(
     seen = set()
     for p in MOMENTS:
         model.set_progress(p)
-        if model.plan in seen:
+        if model.variant in seen:
             continue
-        seen.add(model.plan)
+        seen.add(model.variant)
         for micro in shapes:
             yield made_up_batch(micro, model.spec.vocab_size, rng, order, loader.longest)
 
