@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -70,3 +71,15 @@ def test_other_lengths_are_found(predictor: ExactPredictor) -> None:
     for other in ([*LENGTHS[:-1], 63], LENGTHS[:-1]):
         with pytest.raises(CodecError, match="damaged"):
             decode_streams(predictor, payload, other)
+
+
+@pytest.mark.gpu
+def test_what_one_device_encodes_the_other_decodes(predictor: ExactPredictor) -> None:
+    on_gpu = ExactPredictor(made_up("bigram", "smear", "loop"), torch.device("cuda"))
+    lengths = [150, *LENGTHS]
+    streams = streams_of(lengths)
+    payload, _ = encode_streams(predictor, streams)
+    assert encode_streams(on_gpu, streams)[0] == payload
+    for other in (predictor, on_gpu):
+        back = decode_streams(other, payload, lengths)
+        assert all(np.array_equal(a, b) for a, b in zip(streams, back, strict=True))

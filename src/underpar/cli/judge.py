@@ -39,6 +39,10 @@ def score(
         list[str] | None,
         typer.Option("--with", help="Use a lever of scoring, may be repeated: lora_ttt, tilt..."),
     ] = None,
+    exact: Annotated[
+        bool,
+        typer.Option("--exact", help="Score in exact mode, and say what it costs in bits."),
+    ] = False,
     stride: Annotated[
         int | None,
         typer.Option(
@@ -76,6 +80,7 @@ def score(
     \b
     underpar score runs/mine
     underpar score runs/mine --adapt
+    underpar score runs/mine --exact
     underpar score runs/mine/model.upar --data data --stride 512
     underpar score runs/mine/model.upar --data data --with lora_ttt --with tilt
     underpar score runs/mine/model.upar --data data --with lora_ttt --order published
@@ -86,10 +91,14 @@ def score(
     """
     from underpar.core.run_folder import artifact_at, run_at
     from underpar.core.runtime import open_runtime
+    from underpar.errors import RuleError
     from underpar.score.partial import Stopped
+    from underpar.stages.exact_score import score_exactly
     from underpar.stages.score import choose_method, score_artifact
     from underpar.stages.train import data_of
 
+    if exact and (adapt or with_ or stride or flat or order or seconds or set_):
+        raise RuleError("exact mode covers plain scores: leave out --exact or the other options")
     method, changes = choose_method(adapt, with_ or (), stride, flat, order, seconds)
     changes += set_ or ()
     runtime = open_runtime(device, compiled)
@@ -97,6 +106,10 @@ def score(
     artifact = artifact_at(artifact)
     data = data or data_of(run_at(artifact))
     progress = open_progress(json, runtime)
+    if exact:
+        summary = score_exactly(artifact, data, runtime, progress)
+        results.show(json, summary, results.scored(summary, artifact.parent))
+        return
     try:
         scored = score_artifact(artifact, data, runtime, method, changes, progress, fresh)
         summary = scored.summary()

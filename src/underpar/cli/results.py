@@ -135,6 +135,8 @@ def scored(f: Figures, run: object) -> Result:
         ("time", seconds_text(f["seconds"])),
         ("file", f["file"]),
     ]
+    if "cost_percent" in f:
+        rows.insert(4, ("cost of exact mode", f"{f['cost_percent']:+.4f} % of the float score"))
     if f["stopped_at"] >= 0:
         rows.insert(1, ("learned until", f"step {f['stopped_at']:,}, when its time was spent"))
     return Result(sentence, rows, f"audit {shlex.quote(str(run))}")

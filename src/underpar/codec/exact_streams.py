@@ -5,7 +5,8 @@ out of 2^FREQ_BITS. Coders are interleaved in one sequence of words (Giesen 2014
 a coder serves up to LANES_PER_CODER lanes in turn, because each costs some six bytes.
 
 Invariants of a coder, before and after every token:
-* its state lies in [2^28, 2^60); the encoder starts, and the decoder ends, with exactly 2^28;
+* its state lies in [2^31, 2^63); the encoder starts, and the decoder ends, with exactly 2^31. So
+  a state has three bits more than a frequency, and rounding it costs next to nothing;
 * a token moves at most one word of 32 bits between the state and the sequence.
 
 Layout, little-endian: u64 states of the coders, then u32 words in the order in which the decoder
@@ -34,8 +35,9 @@ from underpar.seams import BOS_ID
 
 LANES_PER_CODER = 8
 WORD_BITS = 32
-INITIAL_STATE = 1 << FREQ_BITS
-_LARGEST_STATE = 1 << (FREQ_BITS + WORD_BITS)
+SPARE_BITS = 3
+INITIAL_STATE = 1 << (FREQ_BITS + SPARE_BITS)
+_LARGEST_STATE = INITIAL_STATE << WORD_BITS
 _WORD_MASK = (1 << WORD_BITS) - 1
 
 
@@ -61,7 +63,7 @@ def encode_streams(
         for first in range((active - 1) // num_coders * num_coders, -1, -num_coders):
             lanes = slice(first, min(first + num_coders, active))
             state, own = states[: lanes.stop - first], freq[lanes]
-            is_full = state >= own << WORD_BITS
+            is_full = state >= own << (WORD_BITS + SPARE_BITS)
             words.append(state[is_full] & _WORD_MASK)
             state = np.where(is_full, state >> WORD_BITS, state)
             states[: len(state)] = (state // own << FREQ_BITS) + start[lanes] + state % own

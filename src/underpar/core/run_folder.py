@@ -137,6 +137,7 @@ class RunFolder:
     budget.json              pack         its bytes by tensor and by class
     score-*.json             score        a file per method, with a ledger of documents
     score-*.partial          score        the state of a stopped score
+    exact-score.json         score        the score in exact mode, and its cost in bits
     audit.json               audit        verdict and findings
     report.html, .md         report       all of it on one page, and in short for pasting
     """
@@ -238,6 +239,11 @@ class RunFolder:
     def partial_file(self, method: str) -> Path:
         """The state of a stopped score; other ranks have their own files beside it."""
         return self.path / f"score-{method}.partial"
+
+    @property
+    def exact_score_file(self) -> Path:
+        """The score in exact mode."""
+        return self.path / "exact-score.json"
 
     def score_files(self) -> list[Path]:
         """The scores that exist, sorted by name."""
