@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from underpar.compile.startup import warm_compiler
 from underpar.core.progress import LINES, SILENT, Progress
 from underpar.core.run_folder import RunFolder, artifact_at
 from underpar.core.runtime import Runtime, open_runtime
+from underpar.data.batch import pack_documents
 from underpar.data.folder import DataFolder, load_data
 from underpar.data.shards import Shard
 from underpar.data.texts import shard_of, tokens_and_spans
@@ -38,6 +40,7 @@ from underpar.data.tokens.tokenizer import Tokenizer
 from underpar.errors import DataError, RuleError
 from underpar.infer.generate import LaneReader, Sampling, generate
 from underpar.infer.predictor import Predictor
+from underpar.model.kv_cache import PackedCache
 from underpar.recipe import Recipe
 from underpar.report.build import build_report
 from underpar.score.ledger import Score
@@ -319,6 +322,19 @@ class Model:
         log_probs = (-np.concatenate(nats)).tolist()
         rows = zip(*tokens_and_spans(_raw(text), self.tokenizer), log_probs, strict=True)
         return [TokenLogProb(*row) for row in rows]
+
+    def chunks(self, text: Text) -> list[bytes]:
+        """The chunks that a network of bytes cuts `text` into; none from other networks."""
+        raw, model = _raw(text), self.predictor.model
+        document = np.append(self.tokenizer.bos_id, self.tokenizer.encode(raw))
+        batch, _ = pack_documents([document], self.tokenizer.bos_id, self.predictor.context)
+        batch = batch.to(self.predictor.device)
+        starts = model.chunk_starts(batch.inputs, PackedCache(batch.segments))
+        if starts is None:
+            return []
+        # Byte i is input i + 1. The first chunk begins with the document, before its first byte.
+        cuts = [0, *(starts[2:].nonzero()[:, 0] + 1).tolist(), len(raw)]
+        return [raw[begin:end] for begin, end in pairwise(cuts) if end > begin]
 
     def next_tokens(self, prompt: Text = "", count: int = 10) -> list[TokenLogProb]:
         """The `count` likeliest tokens after `prompt`, the likeliest first.

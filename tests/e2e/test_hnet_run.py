@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 import underpar
 from small_data import decoded, write_jsonl
@@ -14,6 +15,7 @@ from trained import any_bytes
 from underpar.api import Model
 from underpar.audit.finding import FAIL
 from underpar.build.recipe import load_checked
+from underpar.cli import app
 from underpar.core.run_folder import RunFolder
 from underpar.core.runtime import Runtime
 from underpar.errors import ArtifactError, DataError, RecipeError
@@ -112,6 +114,23 @@ def test_a_score_is_the_codes_length(model: Model, text: bytes) -> None:
 def test_it_writes(model: Model) -> None:
     first = model.generate("The ", max_tokens=12, seed=1)
     assert isinstance(first, str) and first == model.generate("The ", max_tokens=12, seed=1)
+
+
+def test_inspect_shows_chunks(run: RunFolder, model: Model, tmp_path: Path, name: str) -> None:
+    text, page = "The cat sat, \u00e9 on the mat.", tmp_path / "page.html"
+    args = ["inspect", str(run.path), text]
+    result = CliRunner().invoke(app, [*args, "--json", "--html", str(page)])
+    assert result.exit_code == 0, result.output
+    shown = json.loads(result.stdout)["chunks"]
+    chunks = model.chunks(text)
+    assert b"".join(chunks) == text.encode()
+    assert shown == [chunk.decode(errors="replace") for chunk in chunks]
+    assert f"{len(chunks)} of {len(text.encode()) / len(chunks):.2f} bytes" in page.read_text()
+    if name.startswith("hnet-m1"):
+        # The first chunk also holds the token that begins the document.
+        assert [len(chunk) for chunk in chunks] == [3, 4, 4, 4, 4, 4, 4, 2][: len(chunks)]
+    assert model.chunks("") == []
+    assert "chunks" in CliRunner().invoke(app, args).output
 
 
 def test_documents_shorter_than_a_stride_train_pack_and_score(tmp_path: Path, name: str) -> None:

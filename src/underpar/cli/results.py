@@ -225,6 +225,9 @@ def inspected(f: Figures, pieces: Sequence[tuple[str, float]]) -> Result:
         ("cost", f"{f['bits']:,.1f} bits, {f['tokens'][-1]['bits']:.1f} of them for its end"),
         ("most surprising", ", ".join(f"{text!r} {bits:.1f}" for text, bits in dearest)),
     ]
+    if chunks := f.get("chunks"):
+        mean = f["bytes"] / len(chunks)
+        rows.append(("chunks", f"{len(chunks):,} of {mean:.2f} bytes: {'|'.join(chunks)}"))
     return Result(f"{sentence}.", rows)
 
 

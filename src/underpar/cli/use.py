@@ -211,9 +211,10 @@ def inspect(
     if (file is None) == (not text):
         raise UnderparError("give a text, or the name of its file with --file")
     raw = text.encode(errors="surrogateescape") if file is None else read_input(file)
-    tokens = load(artifact, device).log_probs(raw, adapt)
+    model = load(artifact, device)
+    tokens = model.log_probs(raw, adapt)
     bits = [token.bits for token in tokens]
-    figures = {
+    figures: dict[str, Any] = {
         "bytes": len(raw),
         "bits": sum(bits),
         "bits_per_byte": sum(bits) / len(raw),
@@ -228,6 +229,8 @@ def inspect(
             for t in tokens
         ],
     }
+    if chunks := model.chunks(raw):
+        figures["chunks"] = [chunk.decode(errors="replace") for chunk in chunks]
     pieces = list(characters([token.text for token in tokens], bits))
     result = results.inspected(figures, pieces)
     if html is not None:

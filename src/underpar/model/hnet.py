@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -171,6 +172,11 @@ class HNet(Network):
             # none of it.
             x = straight_through(p)[:, None].to(x.dtype) * x + skip + self.residual(skip)
         return Stream(x, skip, stream.tokens, stream.cache, stream.angles, {ROUTER: p})
+
+    @torch.no_grad()
+    def chunk_starts(self, tokens: Tensor, cache: KVCache) -> Tensor:
+        """Where chunks begin among bytes (N,)."""
+        return boundaries_of(self.run_blocks(tokens, cache).kept[ROUTER])
 
     def auxiliary_loss(self, stream: Stream) -> Tensor | None:
         """The ratio loss of learned chunks."""

@@ -116,6 +116,10 @@ class Network(nn.Module, ABC):
         """Operations per token, in the forward pass, of the products outside of blocks."""
         return 2.0 * self.spec.dim * self.spec.vocab_size
 
+    def chunk_starts(self, tokens: Tensor, cache: KVCache) -> Tensor | None:
+        """Where chunks of tokens (N,) begin, in a network that reads chunks; else None."""
+        return None
+
     def auxiliary_loss(self, stream: Stream) -> Tensor | None:
         """What training adds to the loss, from the stream after the last block; None: nothing."""
         return None
