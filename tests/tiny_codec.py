@@ -23,7 +23,7 @@ from underpar.recipe import load_recipe
 
 ALONE = Runtime(CPU)
 POEM = b"the cat sat on the mat|the dog sat on the log|a cat, a mat, a dog, a log||the end"
-SIZES = {"vocab_size": VOCAB_SIZE, "dim": 16, "num_heads": 2, "num_kv_heads": 1, "mlp_dim": 16}
+SIZES = {"vocab_size": VOCAB_SIZE, "dim": 16, "num_heads": 1, "num_kv_heads": 1, "mlp_dim": 16}
 SIZES |= {"num_layers": 1, "context": 16}
 LORA = "levers.lora_ttt={rank=2, lr=0.01, chunk=4, short=[], lanes=3}"
 PHASE = "levers.phased_sgd={prefix=0.4, lr=0.01, chunk_tokens=16}"

@@ -3,6 +3,8 @@
 pytest -m gpu
 """
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,7 @@ import torch
 
 from lever_stacks import CPU, MODEL, batch_of, randomized, stack_with
 from tiny import TinyRun
+from tiny_codec import POEM, write_artifact
 from underpar.audit.traces import TOLERANCE
 from underpar.codec.stream import code_documents
 from underpar.core.run_folder import RunFolder
@@ -76,3 +79,20 @@ def test_the_codec_decodes(tiny_run: TinyRun, gpu: Runtime) -> None:
     assert code_documents(codec, documents) > 0
     text = b"An accelerator must give the same floats twice."
     assert codec.decompress(codec.compress(text)) == text
+
+
+def test_an_adapted_file_decodes_in_another_process(tmp_path: Path, gpu: Runtime) -> None:
+    artifact, source = write_artifact(tmp_path), tmp_path / "in"
+    source.write_bytes(POEM * 8)
+    # With a global phase, whose backward pass must add in a fixed order.
+    options = ["--adapt", "--split", "|", "--no-verify", "--device", gpu.device.type]
+    run_apart("compress", artifact, source, tmp_path / "out", *options)
+    back = tmp_path / "back"
+    run_apart("decompress", artifact, tmp_path / "out", back, "--device", gpu.device.type)
+    assert back.read_bytes() == POEM * 8
+
+
+def run_apart(*words: object) -> None:
+    """A command in a process of its own."""
+    command = [sys.executable, "-m", "underpar", *map(str, words)]
+    subprocess.run(command, check=True, capture_output=True, timeout=600)

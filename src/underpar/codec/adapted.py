@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -82,11 +83,16 @@ def deterministic(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
     fix_matmul_workspace()
     attention = backend_of(device, dtype)
     before = torch.are_deterministic_algorithms_enabled()
+    mode: Any = torch.utils.deterministic
+    filled = mode.fill_uninitialized_memory
     set_backend("flash" if dtype != torch.float32 else "reference", device, dtype)
     torch.use_deterministic_algorithms(True)
+    # Nothing reads memory before it is written; filling it takes time.
+    mode.fill_uninitialized_memory = False
     try:
         yield
     finally:
+        mode.fill_uninitialized_memory = filled
         torch.use_deterministic_algorithms(before)
         set_backend(attention, device, dtype)
 
