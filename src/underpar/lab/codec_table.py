@@ -17,16 +17,18 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from underpar.codec.stream import Codec
 from underpar.core.progress import SILENT, Progress
 from underpar.core.run_folder import write_atomic, write_json
 from underpar.core.runtime import Runtime
 from underpar.core.versions import device_name, processor_name, versions
 from underpar.core.words import bytes_text, change_text, count_text, number_text
-from underpar.errors import BenchError
+from underpar.errors import BenchError, UnderparError
 from underpar.report import charts
 from underpar.report.charts import Labels, Line
 from underpar.report.drawing import HEIGHT, stack_panels
@@ -35,8 +37,12 @@ from underpar.stages.use import open_codec, read_input
 
 Code = Callable[[bytes], bytes]
 
-# The name of the artifact's row.
-MODEL = "model"
+# The modes of compressed files, and what asks for them. The comparison itself decodes.
+MODES: dict[str, dict[str, Any]] = {
+    "model": {},
+    "model, adapting": {"adapt": True},
+    "model, exact": {"exact": True},
+}
 # Short calls are repeated for so long, or so often; the time is the median.
 TIMED_SECONDS, MOST_CALLS = 0.2, 100
 # What PPMd may use for its contexts: more than any text of some megabytes needs.
@@ -45,11 +51,12 @@ PPMD_MEMORY_BYTES = 1 << 28
 
 @dataclass(frozen=True)
 class Coder:
-    """A compressor: its name and both directions."""
+    """A compressor: its name, both directions, bytes that a decoder needs beside its program."""
 
     name: str
     compress: Code
     decompress: Code
+    model_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,7 @@ class Row:
 
     name: str
     compressed_bytes: int
+    with_artifact_bytes: int
     bits_per_byte: float
     compress_seconds: float
     decompress_seconds: float
@@ -73,8 +81,9 @@ def measure(
             raise BenchError(f"{path} is empty: there is nothing to compress")
     codec = open_codec(artifact, runtime)
     others, missing = installed()
-    coders = [*others, Coder(MODEL, codec.compress, codec.decompress)]
     artifact_bytes = artifact.stat().st_size
+    models, refused = model_coders(codec, artifact_bytes)
+    coders = [*models, *others]
     results: list[dict[str, Any]] = []
     with progress.task("codecs", len(texts) * len(coders)) as task:
         for name, data in texts:
@@ -87,12 +96,26 @@ def measure(
         "artifact": str(artifact),
         "artifact_sha256": codec.identity,
         "artifact_bytes": artifact_bytes,
-        "not_installed": missing,
+        "left_out": refused | missing,
         "texts": results,
         "device": device_name(runtime.device),
         "processor": processor_name(),
         "versions": versions() | versions("zstandard", "brotli", "pyppmd", "zpaq"),
     }
+
+
+def model_coders(codec: Codec, artifact_bytes: int) -> tuple[list[Coder], dict[str, str]]:
+    """A compressor per mode of the artifact's files, and name -> reason for modes it has not."""
+    coders, refused = [], {}
+    for name, options in MODES.items():
+        compress: Code = partial(codec.compress, verify=False, **options)
+        try:
+            compress(b"a")
+        except UnderparError as error:
+            refused[name] = str(error)
+        else:
+            coders.append(Coder(name, compress, codec.decompress, artifact_bytes))
+    return coders, refused
 
 
 def measure_coder(coder: Coder, data: bytes, text: str) -> Row:
@@ -101,8 +124,15 @@ def measure_coder(coder: Coder, data: bytes, text: str) -> Row:
     decoded, decompress_seconds = timed(coder.decompress, compressed)
     if decoded != data:
         raise BenchError(f"{coder.name} on {text}: what it decodes is not the text")
-    rate = 8 * len(compressed) / len(data)
-    return Row(coder.name, len(compressed), rate, compress_seconds, decompress_seconds)
+    size = len(compressed)
+    return Row(
+        name=coder.name,
+        compressed_bytes=size,
+        with_artifact_bytes=size + coder.model_bytes,
+        bits_per_byte=8 * size / len(data),
+        compress_seconds=compress_seconds,
+        decompress_seconds=decompress_seconds,
+    )
 
 
 def timed(code: Code, data: bytes) -> tuple[bytes, float]:
@@ -119,17 +149,18 @@ def timed(code: Code, data: bytes) -> tuple[bytes, float]:
 
 
 def about_text(name: str, data: bytes, rows: Sequence[Row], artifact_bytes: int) -> dict[str, Any]:
-    """The rows of a text, the best of the other compressors, and where the artifact pays."""
-    model = next(row for row in rows if row.name == MODEL)
-    best = min((row for row in rows if row is not model), key=lambda row: row.compressed_bytes)
+    """The rows of a text, the best of either kind, and where the artifact pays."""
+    model = min((row for row in rows if row.name in MODES), key=lambda row: row.compressed_bytes)
+    others = [row for row in rows if row.name not in MODES]
+    best = min(others, key=lambda row: row.compressed_bytes)
     return {
         "name": name,
         "bytes": len(data),
         "sha256": hashlib.sha256(data).hexdigest(),
         "rows": [asdict(row) for row in rows],
+        "best_model": model.name,
         "best_other": best.name,
         "ratio_to_best_other": model.compressed_bytes / best.compressed_bytes,
-        "with_artifact_bytes": model.compressed_bytes + artifact_bytes,
         "break_even_bytes": break_even(
             len(data), 8 * model.compressed_bytes, best.compressed_bytes, artifact_bytes
         ),
@@ -258,14 +289,15 @@ def cells_of(text: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """The rows of a text's table, the smallest file first."""
     cells = []
     for row in sorted(text["rows"], key=lambda row: row["compressed_bytes"]):
-        size = row["compressed_bytes"]
-        total = text["with_artifact_bytes"] if row["name"] == MODEL else size
+        sizes = (
+            f"{row['compressed_bytes']:,}",
+            number_text(row["bits_per_byte"]),
+            f"{row['with_artifact_bytes']:,}",
+        )
         rates = (
             _rate_text(text["bytes"], row[f"{way}_seconds"]) for way in ("compress", "decompress")
         )
-        cells.append(
-            (row["name"], f"{size:,}", number_text(row["bits_per_byte"]), f"{total:,}", *rates)
-        )
+        cells.append((row["name"], *sizes, *rates))
     return cells
 
 
@@ -286,13 +318,14 @@ def rows_of(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Names and values in words: a verdict per text, the artifact, what is missing here."""
     rows = [(text["name"], verdict_of(text)) for text in record["texts"]]
     rows.append(("artifact", bytes_text(record["artifact_bytes"])))
-    rows += [(f"{name} is missing", hint) for name, hint in record["not_installed"].items()]
+    rows += [(f"without {name}", why) for name, why in record["left_out"].items()]
     return rows
 
 
 def verdict_of(text: Mapping[str, Any]) -> str:
     """A text in words: how much smaller than the best of the others, and where that pays."""
-    words = f"{change_text(text['ratio_to_best_other'])} than {text['best_other']}"
+    words = f"{text['best_model']}: {change_text(text['ratio_to_best_other'])} than"
+    words += f" {text['best_other']}"
     length = text["break_even_bytes"]
     if length is None:
         return f"{words}, the best of the others"
@@ -309,7 +342,7 @@ def to_markdown(record: Mapping[str, Any]) -> str:
         lines.append(f"|{'|'.join(rules)}|")
         lines += [f"| {' | '.join(cells)} |" for cells in cells_of(text)]
     lines += ["", f"Measured on {record['processor']}, {record['device']}."]
-    lines += [f"Not installed: {name} ({hint})." for name, hint in record["not_installed"].items()]
+    lines += [f"Left out: {name} ({why})." for name, why in record["left_out"].items()]
     return "\n".join(lines) + "\n"
 
 
@@ -324,7 +357,7 @@ def write_results(record: Mapping[str, Any], out: Path) -> None:
 def draw_plot(record: Mapping[str, Any]) -> str:
     """Bytes of files over the length of a text as an SVG, a panel per text.
 
-    The model's line begins at the bytes of its artifact. The rates are those that were measured,
+    A model's line begins at the bytes of its artifact. The rates are those that were measured,
     whatever the length; the panel ends at twice the break-even length. Only the best of the others
     are drawn, as there are few colors.
     """
@@ -332,15 +365,15 @@ def draw_plot(record: Mapping[str, Any]) -> str:
     sizes = {row["name"]: 0 for row in texts[0]["rows"]}
     for row in (row for text in texts for row in text["rows"]):
         sizes[row["name"]] += row["compressed_bytes"]
-    others = sorted(sizes.keys() - {MODEL}, key=lambda name: sizes[name])
-    names = [MODEL, *others][: charts.NUM_COLORS]
+    # Models first, then the others by the bytes of their files.
+    names = sorted(sizes, key=lambda name: (name not in MODES, sizes[name]))[: charts.NUM_COLORS]
     panels = []
     for text in texts:
         end = 2.0 * (text["break_even_bytes"] or record["artifact_bytes"])
         rates = {row["name"]: row["bits_per_byte"] / 8 for row in text["rows"]}
         lines = []
         for color, name in enumerate(names):
-            start = float(record["artifact_bytes"]) if name == MODEL else 0.0
+            start = float(record["artifact_bytes"]) if name in MODES else 0.0
             lines.append(Line([(0.0, start), (end, start + end * rates[name])], color))
         labels = Labels(f"bytes of {text['name']}", "bytes of the file, with the artifact")
         panels.append(charts.line_chart(lines, labels, height=HEIGHT))
