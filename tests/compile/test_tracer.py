@@ -52,9 +52,13 @@ def test_every_lever_is_traced_as_it_computes(cases: tuple[str, ...], graphs: Gr
         model.set_progress(p)
         # Once while it is traced, once more from the graph.
         for _ in range(2):
-            traced = results(run, model)
-            # A soft cap is compiled in another way, and all levers together add up its rounding.
-            torch.testing.assert_close(traced, results(EAGER, model), rtol=1e-5, atol=5e-6)
+            traced, eager = results(run, model), results(EAGER, model)
+            assert traced.keys() == eager.keys()
+            # A soft cap is compiled in another way, and all levers together add up its rounding, in
+            # proportion to the largest gradient of a weight (up to 6 here).
+            for name, wanted in eager.items():
+                atol = 5e-6 * max(1.0, float(wanted.abs().max()))
+                torch.testing.assert_close(traced[name], wanted, rtol=1e-5, atol=atol)
     assert len(graphs.made) >= 3
 
 

@@ -9,11 +9,14 @@ from typer.testing import CliRunner
 from underpar.build.levers import find_lever, resolve_levers
 from underpar.build.model import build_model, weight_shapes
 from underpar.cli import app
+from underpar.errors import RecipeError
 from underpar.lab.show_forward import Forward, Line, observe_forward
 from underpar.recipe import Recipe, list_recipes, load_recipe
 
 # Tiny dimensions, with the recipe's levers and plan.
 NAMES = [name if name == "cpu" else f"{name}+cpu" for name in list_recipes()]
+# Another network is refused, see below.
+SHOWN = [name for name in NAMES if load_recipe(name).hnet is None]
 
 
 def load(name: str, *sets: str) -> Recipe:
@@ -24,7 +27,7 @@ def calls(observed: Forward) -> list[Line]:
     return [*observed.built, *(line for part in observed.parts for line in part.lines)]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SHOWN)
 def test_every_recipe_is_shown_whole(name: str) -> None:
     recipe = load(name)
     observed = observe_forward(recipe)
@@ -44,6 +47,14 @@ def test_every_recipe_is_shown_whole(name: str) -> None:
     assert sum(weights.num_parameters for weights in observed.weights) == num_weights
     assert all(weights.num_bytes > 0 for weights in observed.weights)
     assert json.loads(json.dumps(observed.as_dict()))["recipe_hash"] == recipe.hash
+
+
+def test_only_a_gpt_is_shown() -> None:
+    others = [name for name in NAMES if name not in SHOWN]
+    assert "hnet-m1+cpu" in others
+    for name in others:
+        with pytest.raises(RecipeError, match=r"model\.network = 'hnet'"):
+            observe_forward(load(name))
 
 
 def test_the_baseline_has_its_own_calls_alone() -> None:
