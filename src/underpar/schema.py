@@ -238,6 +238,9 @@ class TrainPart:
     replace it for one group of parameters.
 
     Optimizer: `matrix_optimizer` is "muon", or "adam" to treat matrices as all other weights.
+    `embed_betas` and `scalar_betas` replace `adam_betas` for one group of parameters. With
+    `cautious_decay`, Muon's weight decay acts only where the step shrinks the weight anyway (Chen
+    et al. 2025, arXiv:2510.12402).
 
     Validation: every `validate_every_seconds` of training (0: only at the end) the held-out text is
     priced for the log. Training does not depend on it.
@@ -282,6 +285,9 @@ class TrainPart:
     embed_decay_curve: tuple[str, ...] = added(())
     scalar_decay_curve: tuple[str, ...] = added(())
     matrix_optimizer: str = added("muon")
+    embed_betas: tuple[float, ...] = added(())
+    scalar_betas: tuple[float, ...] = added(())
+    cautious_decay: bool = added(False)
 
     def __post_init__(self) -> None:
         budgets = (self.budget_seconds, self.budget_steps, self.budget_tokens, self.budget_flops)
@@ -302,6 +308,10 @@ class TrainPart:
         )
         for name in ("decay_curve", *(f"{group}_decay_curve" for group in GROUPS)):
             parse_points(getattr(self, name), f"train.{name}")
+        for name in ("embed_betas", "scalar_betas"):
+            betas = getattr(self, name)
+            fits = not betas or (len(betas) == 2 and all(0 <= beta < 1 for beta in betas))
+            require(fits, f"train.{name} = {list(betas)}: expected two numbers from 0 up to 1")
         known = self.newton_schulz in ("polar", "classic")
         require(known, f"train.newton_schulz = {self.newton_schulz!r}: expected polar or classic")
         known = self.matrix_optimizer in ("muon", "adam")

@@ -211,3 +211,18 @@ def run_rank(folder: Path) -> None:
 
 if __name__ == "__main__":
     run_rank(Path(sys.argv[1]))
+
+
+def test_cautious_decay_acts_where_the_step_shrinks_the_weight() -> None:
+    torch.manual_seed(0)
+    start, grad = torch.randn(6, 4), torch.randn(6, 4)
+    found = {}
+    for name, decay, cautious in (("none", 0.0, False), ("all", 2.0, False), ("some", 2.0, True)):
+        weight = nn.Parameter(start.clone())
+        weight.grad = grad.clone()
+        Muon({"w": weight}, decay, cautious=cautious).step(0.1, 0.9)
+        found[name] = weight.detach()
+    step = start - found["none"]
+    shrinks = step * start >= 0
+    assert 0 < shrinks.sum() < shrinks.numel()
+    torch.testing.assert_close(found["some"], torch.where(shrinks, found["all"], found["none"]))

@@ -10,6 +10,7 @@ from torch import nn
 
 from lever_stacks import batch_of
 from underpar.build.model import build_model
+from underpar.errors import RecipeError
 from underpar.levers import ema, lawa
 from underpar.model.gpt import GPT
 from underpar.recipe import Recipe, TrainPart, load_recipe
@@ -230,3 +231,36 @@ def test_adam_may_update_matrices_too(start: GPT) -> None:
     # The first step of Adam is the rate, against the sign of the gradient.
     torch.testing.assert_close(weight, before * (1 - 0.01 * 0.1) - 0.01)
     assert "adam.blocks.0.attn.q.weight.exp_avg" in optimizer.state()
+
+
+def test_groups_of_adam_may_have_betas_of_their_own(start: GPT) -> None:
+    part = replace(PART, embed_betas=(0.5, 0.95), scalar_betas=(0.9, 0.997))
+    moments = {}
+    for name, settings in (("one", PART), ("own", part)):
+        model = copy.deepcopy(start)
+        optimizer = Optimizer(model, settings)
+        torch.manual_seed(1)
+        drawn(model)
+        optimizer.step(1.0, 0.9)
+        moments[name] = optimizer.state()
+    scalar = next(n for n in group_parameters(start)["scalar"])
+    for parameter, betas in (("embedding.weight", (0.5, 0.95)), (scalar, (0.9, 0.997))):
+        first, second = f"adam.{parameter}.exp_avg", f"adam.{parameter}.exp_avg_sq"
+        # After one step the moments are (1 - beta) times the gradient and its square.
+        for key, beta, usual in zip((first, second), betas, PART.adam_betas, strict=True):
+            ratio = (1 - beta) / (1 - usual)
+            torch.testing.assert_close(moments["own"][key], ratio * moments["one"][key])
+    assert torch.equal(
+        moments["own"]["muon.blocks.0.attn.q.weight"], moments["one"]["muon.blocks.0.attn.q.weight"]
+    )
+
+
+@pytest.mark.parametrize("betas", [(0.9,), (0.9, 1.0), (-0.1, 0.9), (0.9, 0.9, 0.9)])
+def test_betas_that_make_no_sense_are_named(betas: tuple[float, ...]) -> None:
+    with pytest.raises(RecipeError, match=r"train\.scalar_betas = \[.*expected two numbers"):
+        replace(PART, scalar_betas=betas)
+
+
+def test_cautious_decay_reaches_the_optimizer(start: GPT) -> None:
+    optimizer = Optimizer(copy.deepcopy(start), replace(PART, cautious_decay=True))
+    assert optimizer.muon.cautious and not Optimizer(start, PART).muon.cautious

@@ -52,6 +52,8 @@ def orthogonalize(updates: Tensor, coefficients: Sequence[Coefficients] = POLAR_
 class Muon:
     """W <- (1 - lr decay) W - lr sqrt(max(1, rows/cols)) orthogonalize(nesterov momentum).
 
+    `cautious`: decay acts only where the update and the weight have the same sign.
+
     Every rank has the summed gradients, keeps all momenta and applies all updates, but only
     orthogonalizes its share of each bank: slice `rank` of the bank, which zeros fill up to a
     multiple of the number of ranks. So the main rank's checkpoint serves all ranks.
@@ -64,8 +66,10 @@ class Muon:
         newton_schulz: str = "polar",
         row_norm: bool = False,
         runtime: Runtime = ALONE,
+        cautious: bool = False,
     ) -> None:
         self.decay = decay
+        self.cautious = cautious
         self.row_norm = row_norm
         self.runtime = runtime
         self.coefficients = COEFFICIENTS[newton_schulz]
@@ -82,8 +86,13 @@ class Muon:
             weights = [self._parameters[name] for name in names]
             update = self._update(names, momentum).to(weights[0].dtype)
             scale = max(1.0, shape[0] / shape[1]) ** 0.5
-            torch._foreach_mul_(weights, 1.0 - lr * self.decay * decay_scale)
-            torch._foreach_add_(weights, list(update.unbind()), alpha=-lr * scale)
+            updates, decay = list(update.unbind()), lr * self.decay * decay_scale
+            if self.cautious:
+                for weight, step in zip(weights, updates, strict=True):
+                    weight.sub_(decay * weight * (step * weight >= 0))
+            else:
+                torch._foreach_mul_(weights, 1.0 - decay)
+            torch._foreach_add_(weights, updates, alpha=-lr * scale)
 
     def _update(self, names: list[str], momentum: float) -> Tensor:
         """Add the gradients of a bank to its momenta; returns its updates (B, rows, cols)."""

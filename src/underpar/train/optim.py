@@ -30,7 +30,14 @@ class Optimizer:
         self.part = part
         by_muon = groups["matrix"] if part.matrix_optimizer == "muon" else {}
         self.parameters = [p for members in groups.values() for p in members.values()]
-        self.muon = Muon(by_muon, part.matrix_decay, part.newton_schulz, part.row_norm, runtime)
+        self.muon = Muon(
+            by_muon,
+            part.matrix_decay,
+            part.newton_schulz,
+            part.row_norm,
+            runtime,
+            part.cautious_decay,
+        )
         # Group -> learning rate and weight decay.
         self._rates = {
             "embed": (part.embed_lr, part.embed_decay),
@@ -39,9 +46,15 @@ class Optimizer:
         if part.matrix_optimizer == "adam":
             self._rates["matrix"] = (part.matrix_lr, part.matrix_decay)
         self._adam_names = [name for group in self._rates for name in groups[group]]
+        betas = {"embed": part.embed_betas, "scalar": part.scalar_betas}
         self.adam = torch.optim.AdamW(
-            [{"params": list(groups[group].values())} for group in self._rates],
-            betas=part.adam_betas,
+            [
+                {
+                    "params": list(groups[group].values()),
+                    "betas": betas.get(group) or part.adam_betas,
+                }
+                for group in self._rates
+            ],
             eps=1e-8,
             fused=all(p.is_cuda for p in self.parameters),
         )
