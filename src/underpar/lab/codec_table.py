@@ -1,6 +1,6 @@
 """An artifact as a compressor beside xz, bzip2, zstd, brotli, PPMd and zpaq, on the same texts.
 
-Every compressor codes each text as one file, with its strongest setting and one thread, and what it
+Every compressor codes each text as one file, with a strong setting and one thread, and what it
 decodes must equal the text. Those that are not installed are named and left out. The other
 compressors need only their program; a model is also counted with the bytes of its artifact. OUT
 gets codec.json, codec.md and codec.svg.
