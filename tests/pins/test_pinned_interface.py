@@ -9,7 +9,8 @@ NEW_OPTIONS: dict[str, set[str]] = {
     "": {"debug", "version"},
     "recipe show": {"forward", "against_published"},
     "pack": {"for_submission"},
-    "compress": {"adapt", "index", "split", "verify"},
+    "score": {"exact"},
+    "compress": {"adapt", "exact", "index", "split", "verify"},
     "decompress": {"document"},
     "bench": {"at", "attention", "candidate", "compile_", "out", "set_", "sides"},
     "audit": {
