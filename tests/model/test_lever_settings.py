@@ -20,6 +20,8 @@ LOOP = "levers.loop=true"
     [
         (["levers.bigram.buckets=1000000000000"], ("bigram.buckets", "16777216")),
         ([f"levers.mudd.width={10**30}"], ("mudd.width", "1e+15")),
+        (["levers.mudd_tail.backout=4"], ("mudd_tail.backout = 4", "(3, 7, 9)")),
+        (["levers.mudd_tail={layers=[11], backout=11}"], ("mudd_tail", "layer 11")),
         (["levers.window.layers=[2, 2]"], ("window", "twice")),
         (["levers.window.layers=[11]"], ("window", "layer 11", "0 to 10", "num_layers")),
         (["levers.window.size=0"], ("window.size", "at least 1")),

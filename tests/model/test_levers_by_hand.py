@@ -11,9 +11,10 @@ from torch import Tensor
 from lever_stacks import randomized
 from underpar.build.model import build_model
 from underpar.data.batch import segments_from_starts
+from underpar.levers import mudd_tail
 from underpar.model.gpt import GPT
 from underpar.model.kv_cache import PackedCache
-from underpar.recipe import load_recipe
+from underpar.recipe import ModelSpec, load_recipe
 from underpar.seams import Stream, Visit
 
 SIZES = ["model.num_layers=4", "model.dim=64", "model.num_heads=4", "model.context=64"]
@@ -233,3 +234,35 @@ def test_late_attention_reads_the_saved_stream_and_the_end_takes_it_out() -> Non
     with torch.no_grad():
         expected = by_hand(model, [0, 1, 2, 3], read=read, finish=lambda x: x - share * saved[0])
         assert_equal(model, expected)
+
+
+def test_the_tail_adds_weighted_sources_before_the_head() -> None:
+    model = model_with("mudd_tail={layers=[0, 2], backout=2, width=5}")
+    lever = model.levers.mudd_tail
+    inputs: list[Tensor] = []
+
+    def read(visit: int, x: Tensor) -> Tensor:
+        # What a visit reads is what the one before it wrote.
+        inputs.append(x)
+        return x
+
+    def finish(x: Tensor) -> Tensor:
+        weights = 0.1 * (F.gelu(x @ lever.read) @ lever.weigh + lever.bias)
+        # The embedding, and the outputs of layers 0 and 2.
+        for j, source in enumerate((inputs[0], inputs[1], inputs[3])):
+            x = x + weights[:, j, None] * source
+        return x
+
+    with torch.no_grad():
+        assert_equal(model, by_hand(model, [0, 1, 2, 3], read=read, finish=finish))
+
+
+def test_the_tail_starts_by_subtracting_half_of_one_layer() -> None:
+    spec = ModelSpec(dim=64)
+    lever = mudd_tail.Lever(mudd_tail.Settings(), spec)
+    x = torch.randn(3, 64)
+    kept = {f"mudd_tail.{layer}": torch.randn(3, 64) for layer in (3, 7, 9)}
+    cache: Any = None
+    stream = Stream(x, x, torch.ones(3).long(), cache, (x, x), kept)
+    lever.finish(stream)
+    torch.testing.assert_close(stream.x, x - 0.5 * kept["mudd_tail.7"])

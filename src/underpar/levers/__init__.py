@@ -34,6 +34,7 @@ LEVERS = {
     "pass_blend": "underpar.levers.pass_blend",
     "unet": "underpar.levers.unet",
     "mudd": "underpar.levers.mudd",
+    "mudd_tail": "underpar.levers.mudd_tail",
     # Inside a block.
     "x0_mix": "underpar.levers.x0_mix",
     "norm_scale": "underpar.levers.norm_scale",
