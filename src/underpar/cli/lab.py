@@ -41,7 +41,8 @@ def bench(
         list[str] | None,
         typer.Argument(
             metavar="[RECIPE]...",
-            help="Two or more for 'step', one for 'roofline'; an artifact and texts for 'codec'.",
+            help="Two or more for 'step' and 'scoring', one for 'roofline'; 'operator' takes the "
+            "operator first; an artifact and texts for 'codec'.",
         ),
     ] = None,
     quads: Annotated[int, typer.Option(help="Rounds of A B B A; an even number.")] = 12,
@@ -87,6 +88,8 @@ def bench(
     underpar bench step pr2014 pr2014 --compile B=max-autotune-no-cudagraphs
     underpar bench step h200-300s h200-300s --set B=levers.lanes=false
     underpar bench step demo demo demo --candidate B=b.py --candidate C=c.py
+    underpar bench operator mlp h200-300s h200-300s --candidate B=FILE.py
+    underpar bench scoring h200-300s h200-300s --attention B=flash
     underpar bench roofline h200-300s --out roof
     underpar bench ceilings
     underpar bench codec runs/mine/model.upar news.txt novel.txt --out codec
@@ -100,6 +103,7 @@ def bench(
     from underpar.lab.bench import run_bench
     from underpar.lab.bench_report import rows_of, sentence_of, write_bench
     from underpar.lab.benches import describe_benches, find_bench, refuse_options
+    from underpar.lab.part_bench import compare_parts
     from underpar.lab.roofline import measure_ceilings, profile_recipe, to_markdown
     from underpar.lab.step_bench import LETTERS, compare_steps, open_sides, read_variants
 
@@ -135,6 +139,12 @@ def bench(
         opened = open_sides(read_variants(sides or (), options), at, open_runtime(device), progress)
         steps = compare_steps(opened, *settings, progress)
         results = [(step.bench, step.details()) for step in steps]
+    elif name in ("operator", "scoring"):
+        words = sides or []
+        part, recipes = (name, words) if name == "scoring" else ("".join(words[:1]), words[1:])
+        variants = read_variants(recipes, options)
+        parts = compare_parts(part, variants, at, open_runtime(device), *settings, progress)
+        results = [(result, {}) for result in parts]
     else:
         refuse_options(name, {"recipes": sides or [], **options})
         chosen = find_bench(name, open_runtime(device), input_)

@@ -138,6 +138,8 @@ OF_FILES = {"codec": "Compressed files of an artifact beside those of xz, zstd, 
 # These take recipes: `lab/step_bench.py` and `lab/roofline.py` have them.
 OF_RECIPES = {
     "step": "Training steps of two recipes, candidates, compile modes or backends of attention.",
+    "operator": "One part of two networks: attention, loss, mlp, muon, qkv or xsa.",
+    "scoring": "Prices of one batch of scoring by two networks.",
     "ceilings": "What this device reaches in products of matrices and in copies.",
     "roofline": "Where a training step of one recipe spends its time, beside the ceilings.",
 }

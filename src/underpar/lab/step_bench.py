@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -219,24 +219,8 @@ class TrainingStep:
         return loss
 
     def seconds(self, calls: int) -> float:
-        """Seconds of so many steps on the device, after one that is not timed.
-
-        The device still has that step to do when the others are asked for, as in training.
-        """
-        on_gpu = self.runtime.device.type == "cuda"
-        self()
-        if not on_gpu:
-            started = time.perf_counter()
-            for _ in range(calls):
-                self()
-            return time.perf_counter() - started
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(calls):
-            self()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / 1000
+        """Seconds of so many steps on the device, after one that is not timed."""
+        return device_seconds(self, calls, self.runtime)
 
     def trace(self) -> None:
         """Trace and compile all regions and compute nothing, so that they compile in parallel."""
@@ -266,6 +250,26 @@ class TrainingStep:
     def _accumulate(self, batches: Iterator[Batch], num: int) -> Tensor:
         parts = (self.model, batches, num, self.runtime, self.run)
         return accumulate(*parts, loss_of=self.loss)
+
+
+def device_seconds(call: Callable[[], object], calls: int, runtime: Runtime) -> float:
+    """Seconds of so many calls by the clock of the device, after one call that is not timed.
+
+    A GPU still has that call to do when the others are asked for, as in training.
+    """
+    call()
+    if runtime.device.type != "cuda":
+        started = time.perf_counter()
+        for _ in range(calls):
+            call()
+        return time.perf_counter() - started
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(calls):
+        call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1000
 
 
 def random_network(recipe: Recipe, runtime: Runtime) -> Network:
@@ -307,13 +311,32 @@ def open_sides(
     progress: Progress = SILENT,
     sharings: dict[str, Sharing] | None = None,
 ) -> list[TrainingStep]:
-    """All sides, compiled; sides in the same mode share the graphs that are equal.
+    """All sides, compiled.
 
     `sharings`: compilers by mode, of sides that were opened earlier.
     """
+    warm_compiler(runtime)
+    sides = make_sides(variants, at, runtime, sharings)
+    with progress.task("compile", 2 * len(sides)) as task:
+        for number, side in enumerate(sides):
+            side.trace()
+            task.update(number + 1)
+        for number, side in enumerate(sides):
+            side.gradients()
+            task.update(len(sides) + number + 1)
+    end_warm_up()
+    return sides
+
+
+def make_sides(
+    variants: Sequence[Variant],
+    at: float,
+    runtime: Runtime,
+    sharings: dict[str, Sharing] | None = None,
+) -> list[TrainingStep]:
+    """All sides; those in the same mode share the graphs that are equal."""
     if not 0 <= at <= 1:
         raise BenchError(f"progress of training is {at}; use 0 to 1")
-    warm_compiler(runtime)
     sharings = {} if sharings is None else sharings
     batches: dict[object, list[Batch]] = {}
     sides = []
@@ -327,15 +350,18 @@ def open_sides(
             sharings[mode] = sharing_in(mode)
         parts = (variant, recipe, runtime, at, batches[shapes], sharings.get(mode))
         sides.append(TrainingStep(*parts))
-    with progress.task("compile", 2 * len(sides)) as task:
-        for number, side in enumerate(sides):
-            side.trace()
-            task.update(number + 1)
-        for number, side in enumerate(sides):
-            side.gradients()
-            task.update(len(sides) + number + 1)
-    end_warm_up()
     return sides
+
+
+def plain_network(side: TrainingStep) -> Network:
+    """The network of a side as it is, with the same weights; in fp32 it attends by SDPA."""
+    device = side.runtime.device
+    set_backend(SDPA.name, device, torch.float32)
+    seed_everything(side.recipe.train.seed)
+    plain = build_model(side.recipe).to(device).train()
+    plain.load_state_dict(side.model.state_dict())
+    plain.set_progress(side.at)
+    return plain
 
 
 def exact_gradients(side: TrainingStep) -> dict[str, Tensor]:
@@ -345,12 +371,7 @@ def exact_gradients(side: TrainingStep) -> dict[str, Tensor]:
     """
     if side.exact is not None:
         return side.exact
-    device = side.runtime.device
-    set_backend(SDPA.name, device, torch.float32)
-    seed_everything(side.recipe.train.seed)
-    plain = build_model(side.recipe).to(device).train()
-    plain.load_state_dict(side.model.state_dict())
-    plain.set_progress(side.at)
+    device, plain = side.runtime.device, plain_network(side)
     batch = side.batches[0]
     total = torch.zeros((), device=device)
     for part in cut(batch, EXACT_TOKENS):
@@ -405,15 +426,7 @@ def require_agreement(a: TrainingStep, b: TrainingStep, letter: str = "B") -> di
         errors["B"] = _errors(letter, b, exact if same else exact_gradients(b))
     if same and b is not a:
         # What rounding does to A explains the same in B.
-        for name, error in errors["B"].items():
-            known = errors["A"][name]
-            many = name in ("loss", "all") or exact[name].numel() >= FEW_NUMBERS
-            limit = SLACK * known + LIMITS[b.runtime.dtype][not many]
-            if not error <= limit:
-                raise BenchError(
-                    f"{letter} is not the same function as A: its error of {name} is "
-                    f"{error:.1e}, that of A {known:.1e}, the limit {limit:.1e}"
-                )
+        require_small(letter, errors["B"], errors["A"], exact, b.runtime.dtype)
         if a.has_own_optimizer or b.has_own_optimizer:
             errors["update"] = _require_equal_updates(a, b, letter)
     shown = {
@@ -424,11 +437,29 @@ def require_agreement(a: TrainingStep, b: TrainingStep, letter: str = "B") -> di
     return {"same_function": same, "errors": shown}
 
 
+def require_small(
+    letter: str,
+    errors: Mapping[str, float],
+    known: Mapping[str, float],
+    exact: Mapping[str, Tensor],
+    dtype: torch.dtype,
+) -> None:
+    """Refuse errors that are much larger than the known ones, those of A."""
+    for name, error in errors.items():
+        is_few = name in exact and 1 < exact[name].numel() < FEW_NUMBERS
+        limit = SLACK * known[name] + LIMITS[dtype][is_few]
+        if not error <= limit:
+            raise BenchError(
+                f"{letter} is not the same function as A: its error of {name} is {error:.1e}, "
+                f"that of A {known[name]:.1e}, the limit {limit:.1e}"
+            )
+
+
 def _require_equal_updates(a: TrainingStep, b: TrainingStep, letter: str) -> dict[str, float]:
     """Errors of B's update of the weights, against that of A from the same gradients."""
     gradients = a.gradients()
     b.optimizer.load(a.optimizer.state())
-    table = _relative_errors(*(side.update_from(gradients) for side in (b, a)))
+    table = relative_errors(*(side.update_from(gradients) for side in (b, a)))
     limit = UPDATE_LIMITS[a.runtime.dtype]
     worst = max(table, key=table.__getitem__)
     if not table[worst] <= limit:
@@ -439,7 +470,7 @@ def _require_equal_updates(a: TrainingStep, b: TrainingStep, letter: str) -> dic
     return table
 
 
-def _relative_errors(got: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> dict[str, float]:
+def relative_errors(got: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> dict[str, float]:
     """By name, and of all tensors but the loss together ("all")."""
     table, wrong, whole = {}, 0.0, 0.0
     for name, want in exact.items():
@@ -448,7 +479,7 @@ def _relative_errors(got: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> 
         table[name] = difference / size if size else difference
         if name != "loss":
             wrong, whole = wrong + difference**2, whole + size**2
-    return table | {"all": math.sqrt(wrong / whole)}
+    return table | {"all": math.sqrt(wrong / whole) if whole else 0.0}
 
 
 def _size(item: tuple[str, float]) -> float:
@@ -463,7 +494,7 @@ def _errors(letter: str, side: TrainingStep, exact: Mapping[str, Tensor]) -> dic
         raise BenchError(
             f"{letter} and its network as it is differ in whether {name} has a gradient"
         )
-    table = _relative_errors(got, exact)
+    table = relative_errors(got, exact)
     limit = LIMITS[side.runtime.dtype][2]
     if not max(table["all"], table["loss"]) <= limit:
         raise BenchError(
