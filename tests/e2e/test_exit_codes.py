@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,33 @@ def test_debug_shows_the_traceback(
     printed = capfd.readouterr().err
     assert "Traceback" in printed and "in fail" in printed
     assert printed.splitlines()[-1].startswith("error: internal error: TypeError")
+
+
+INTERRUPTS = {
+    # Ctrl-C while the first library is imported.
+    "start": """
+        class Interrupt:
+            def find_spec(self, name, path, target=None):
+                if name == "typer":
+                    os.kill(os.getpid(), signal.SIGINT)
+        sys.meta_path.insert(0, Interrupt())
+    """,
+    # Another one while the interpreter ends.
+    "end": "atexit.register(os.kill, os.getpid(), signal.SIGINT)",
+}
+
+
+@pytest.mark.parametrize(("moment", "code"), [("start", 130), ("end", 0)])
+def test_an_interrupt_at_the_edges_shows_no_traceback(moment: str, code: int) -> None:
+    program = f"""
+import atexit, os, signal, sys
+{textwrap.dedent(INTERRUPTS[moment])}
+from underpar.__main__ import main
+sys.argv = ["underpar", "recipe", "list"]
+main()
+"""
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (process.returncode, process.stderr) == (code, "")
 
 
 def test_a_reader_that_leaves_is_no_failed_audit() -> None:

@@ -11,6 +11,7 @@ import typer
 
 from underpar.cli.console import OUT, open_progress, show_json, show_table
 from underpar.cli.options import Json, Set, app, show_summary
+from underpar.core.words import count_text
 from underpar.errors import DataError, one_line
 
 if TYPE_CHECKING:
@@ -327,7 +328,7 @@ def _notes(fields: Fields) -> Iterator[str]:
         skipped = fields.table("skipped")
         kinds = ", ".join(f"{n:,.0f} {kind}" for kind, n in skipped.numbers("kinds").items())
         first = ", ".join(skipped.texts("first")[:3])
-        yield f"{skipped.count('files'):,} files skipped ({kinds}), such as {first}"
+        yield f"{count_text(skipped.count('files'), 'file')} skipped ({kinds}), such as {first}"
     if "tally" in fields.values:
         tally = fields.table("tally")
         names = ("repaired", "replaced_characters", "left_out_empty")
