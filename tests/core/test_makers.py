@@ -91,6 +91,16 @@ def test_a_damaged_file_names_its_command(tmp_path: Path) -> None:
     assert again(tmp_path / "else.json") == "make it again"
 
 
+def test_a_key_that_occurs_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "score-plain.json"
+    for text in ('{"bpb": 0.9, "bpb": 2.0}', '{"how": [{"a": 1, "b": 2, "a": 1}]}'):
+        path.write_text(text)
+        with pytest.raises(RunError, match="occurs twice"):
+            read_fields(path)
+    path.write_text('{"a": {"a": 1}, "b": {"a": 2}}')
+    assert read_fields(path).values == {"a": {"a": 1}, "b": {"a": 2}}
+
+
 def test_a_run_and_its_artifact_name_each_other(tmp_path: Path) -> None:
     artifact = tmp_path / "model.upar"
     with pytest.raises(RunError, match="is not a run folder"):

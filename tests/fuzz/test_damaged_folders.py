@@ -50,7 +50,7 @@ from underpar.train.checkpoint import Position, read_checkpoint
 from underpar.train.evidence import NOTHING, next_hash, read_account, read_chain
 from underpar.train.guard import read_reference
 
-QUICK_CASES, MANY_CASES = 1000, 10_000
+QUICK_CASES, MANY_CASES = 4000, 10_000
 # Memory that a case may take (packing any model takes 0.7 GB), and seconds after which it hangs.
 MOST_BYTES, MOST_SECONDS = 1 << 30, 120
 RULES = ("blocks.*.attn.q.weight grid8+columns", "blocks.*.mlp.* gptq6:12.85", "* fp16")
@@ -113,7 +113,9 @@ def edit_shard(data: bytes, rng: random.Random) -> bytes:
     head, body = bytearray(data[:56]), data[56:]
     if rng.random() < 0.3:
         place, form = rng.choice([(4, "<H"), (6, "<H"), (8, "<Q"), (16, "<Q")])
-        struct.pack_into(form, head, place, rng.choice([0, 1, 2, 3, 4, 5, 2**16 - 1]))
+        most = 2 ** (8 * struct.calcsize(form)) - 1
+        count = rng.choice([0, 1, 2, 3, 4, 5, 2**16 - 1, 2**40, most])
+        struct.pack_into(form, head, place, min(most, count))
     else:
         body = damage(body, rng)
     head[24:56] = hashlib.sha256(body).digest()

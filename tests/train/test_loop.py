@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from underpar.build.levers import resolve_levers
-from underpar.core.run_folder import RunFolder
+from underpar.core.run_folder import RunFolder, write_json
 from underpar.core.runtime import Runtime
 from underpar.core.tensor_files import read_tensors
 from underpar.data.build import BuildOptions, build_data
@@ -116,6 +116,15 @@ def test_a_finished_run_is_not_trained_again(
     before = whole.metrics_file.read_text()
     assert train(load_recipe("baseline+cpu", OVERRIDES), tiny_data, whole, runtime)["finished"]
     assert whole.metrics_file.read_text() == before
+
+
+def test_a_finished_run_stays_that_of_the_machine_which_made_it(
+    whole: RunFolder, tiny_data: Path, runtime: Runtime
+) -> None:
+    made_elsewhere = {**whole.read_json(whole.about_file), "device": "another"}
+    write_json(whole.about_file, made_elsewhere)
+    train(load_recipe("baseline+cpu", OVERRIDES), tiny_data, whole, runtime)
+    assert whole.read_json(whole.about_file) == made_elsewhere
 
 
 def test_another_recipe_is_refused_in_the_same_folder(

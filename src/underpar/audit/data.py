@@ -32,6 +32,7 @@ from underpar.data.duplicates import (
     find_duplicates,
 )
 from underpar.data.folder import (
+    DataFolder,
     data_identity,
     data_sha256,
     hash_file,
@@ -39,7 +40,7 @@ from underpar.data.folder import (
     sidecar_name,
 )
 from underpar.data.hold_out import BY_END, HoldOut, labelled_documents, stated_hold_out
-from underpar.data.shards import CHANGED, Shard, pick_documents
+from underpar.data.shards import CHANGED, REPAIRED, Shard, pick_documents
 from underpar.data.sources.corpus import Reading
 from underpar.data.tokens.tokenizer import Tokenizer
 from underpar.data.value_files import open_values
@@ -78,11 +79,18 @@ def identity(case: Case) -> Finding:
     wrong += _other_settings(recipe, case.recipe)
     tokenizer = case.folder.need(case.folder.tokenizer_file)
     wrong += [tokenizer.name] if tokenizer.read_bytes() != case.data.tokenizer.content else []
-    counted = {
+    counted: dict[str, object] = {
         "num_weights": sum(math.prod(shape) for shape in weight_shapes(recipe).values()),
         "train_tokens": case.data.train.num_tokens,
     }
+    # Runs of earlier versions do not say these.
+    later = {
+        "train_bytes": case.data.train.num_bytes,
+        "tokenizer_identity": case.data.tokenizer.identity,
+    }
+    counted |= {key: value for key, value in later.items() if key in about}
     wrong += [f"{key} of run.json" for key, value in counted.items() if about.get(key) != value]
+    wrong += _other_figures(case.data)
     expected = case.limits.data_sha256
     if expected and sha256 != expected.lower():
         wrong.append(f"data SHA-256 (expected {expected})")
@@ -96,6 +104,27 @@ def identity(case: Case) -> Finding:
         recipe_hash=recipe.hash,
         wrong=wrong,
     )
+
+
+def _other_figures(data: DataFolder) -> list[str]:
+    """Figures of the manifest, which `underpar data inspect` shows, that its files do not have.
+
+    Opening the folder has compared counts and hashes.
+    """
+    wrong = []
+    if data.manifest["tokenizer"].get("vocab_size") != data.tokenizer.vocab_size:
+        wrong.append("vocab_size of manifest.json")
+    for split, shard in (("train", data.train), ("val", data.val)):
+        num_text_tokens = max(1, shard.num_tokens - shard.num_documents)
+        figures = {
+            "bytes_per_token": round(shard.num_bytes / num_text_tokens, 6),
+            "changed": int(np.count_nonzero(shard.flags & CHANGED)),
+            "repaired": int(np.count_nonzero(shard.flags & REPAIRED)),
+            "documents_sha256": hashlib.sha256(shard.doc_hashes.tobytes()).hexdigest(),
+        }
+        said = data.manifest[split]
+        wrong += [f"{split}.{k} of manifest.json" for k, v in figures.items() if said.get(k) != v]
+    return wrong
 
 
 def _other_settings(trained: Recipe, packed: Recipe) -> list[str]:

@@ -106,6 +106,7 @@ def training(case: Case) -> Finding:
         for segment in segments:
             repeat.run(segment)
         repeat.check_weights_file()
+        repeat.check_validation()
     num_repeated = sum(segment.num_steps for segment in segments)
     longest = max(segment.end - segment.begin for segment in segments)
     is_exact = not repeat.near
@@ -187,9 +188,25 @@ def _other_files(case: Case, account: Account) -> list[str]:
     validation = case.folder.read_json(case.folder.validation_file)
     if any(validation.get(key) != value for key, value in end.items()):
         wrong.append("validation.json has another end than the chain")
+    if other := _other_machine(case, account):
+        wrong.append(f"run.json names another {other} than the chain")
     if hash_file(case.folder.weights_file) != account.weights_sha256:
         wrong.append("weights.safetensors is not the file of the chain")
     return wrong
+
+
+def _other_machine(case: Case, account: Account) -> str:
+    """What run.json, which the page shows, says otherwise than the chain of the machine."""
+    file = case.folder.about_file
+    # Without it the rule "identity" is not a pass.
+    if not file.is_file():
+        return ""
+    about = case.folder.read_json(file)
+    last = account.environments[max(account.environments)]
+    keys = [key for key in ("device", "ranks", "compiled") if about.get(key) != last.get(key)]
+    said, made_by = about.get("versions", {}), last.get("versions", {})
+    names = [name for name in ("underpar", "torch") if said.get(name) != made_by.get(name)]
+    return ", ".join([*keys, *(f"version of {name}" for name in names)])
 
 
 @dataclass
@@ -266,6 +283,18 @@ class Repeat:
         )
         if not same:
             self.wrong.append("weights.safetensors does not follow from the last checkpoint")
+
+    def check_validation(self) -> None:
+        """The price of the held-out text before quantization is that of the last checkpoint."""
+        ours = self.trainer.validate().as_dict()
+        theirs = self.case.folder.read_fields(self.case.folder.validation_file)
+        room = LOSS_NATS[self.case.runtime.dtype]
+        for key, value in ours.items():
+            if key == "validation_seconds" or (value is theirs.values.get(key) is None):
+                continue
+            # Written so that NaN differs. One nat per target is less than one bit per byte.
+            if value is None or not abs(theirs.number(key) - value) <= room:
+                self.wrong.append(f"validation.json says another {key} than the last checkpoint")
 
     def _restore(self, step: int) -> None:
         self.trainer.restore(*self._read(step))

@@ -89,4 +89,5 @@ def _budget_holds(case: Case) -> bool:
     if type(cap) is not int or not 0 < cap <= case.recipe.limits.cap_bytes:
         return False
     counted = read_budget(data, code_bytes, cap).as_dict()
+    counted["artifact_sha256"] = case.artifact_sha256
     return {key: tree.get(key) for key in counted} == counted

@@ -132,11 +132,20 @@ def read_lines(path: Path) -> Iterator[Fields]:
         raise RunError(f"{path} cannot be read ({error}); {again(path)}") from error
 
 
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object without a key that it names twice: readers differ in which value they take."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"key {max(keys, key=keys.count)!r:.60} occurs twice")
+    return values
+
+
 def _parse(path: Path, raw: bytes, most_bytes: int) -> dict[str, Any]:
     if len(raw) > most_bytes:
         raise RunError(f"{path} holds over {most_bytes} bytes of JSON; {again(path)}")
     try:
-        values = json.loads(raw.decode())
+        values = json.loads(raw.decode(), object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
         raise RunError(f"{path} is not valid JSON ({error!s:.200}); {again(path)}") from error
     if not isinstance(values, dict):

@@ -268,6 +268,15 @@ def begin_run(
     if asked is not None and asked.hash != recipe.hash:
         wanted["asked_recipe_hash"] = asked.hash
     begun = folder.read_json(folder.about_file) if folder.about_file.exists() else {}
+    machine = {
+        "device": device_name(runtime.device),
+        "ranks": runtime.world,
+        "compiled": runtime.compiled,
+        "versions": versions(),
+    }
+    if folder.weights_file.exists():
+        # Nothing is left to train: the run stays that of the machine which made it.
+        machine |= {key: begun[key] for key in machine if key in begun}
     folder.write_recipe(recipe)
     write_atomic(folder.tokenizer_file, data.tokenizer.content)
     write_json(
@@ -280,10 +289,7 @@ def begin_run(
             "train_bytes": data.train.num_bytes,
             "tokenizer_identity": data.tokenizer.identity,
             "num_weights": sum(torch.Size(s).numel() for s in weight_shapes(recipe).values()),
-            "device": device_name(runtime.device),
-            "ranks": runtime.world,
-            "compiled": runtime.compiled,
-            "versions": versions(),
+            **machine,
         },
     )
 

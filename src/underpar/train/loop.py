@@ -130,7 +130,7 @@ class Trainer:
 
                 # Once in a while: price the held-out text. All ranks take part.
                 if is_logged and self._validation_is_due(seconds):
-                    validation = self._validate()
+                    validation = self.validate()
                     line["val_bpb"] = validation.live_bpb
                     if validation.average_bpb is not None:
                         line["average_val_bpb"] = validation.average_bpb
@@ -287,7 +287,7 @@ class Trainer:
         # Clocks of ranks differ, and a validation takes all of them: the main rank decides.
         return bool(from_main(float(seconds // every > before // every), self.runtime))
 
-    def _validate(self) -> Validation:
+    def validate(self) -> Validation:
         """Price the held-out text, outside the training clock."""
         # What the device still has to do for training is training's time.
         self.runtime.synchronize()
@@ -398,7 +398,7 @@ class Trainer:
 
     def _report(self) -> None:
         """Price text and size of the final weights, before they are quantized."""
-        validation = self._validate()
+        validation = self.validate()
         if self.runtime.is_main:
             step, seconds = self.position.step, self.position.seconds
             about = {"step": step, "seconds": seconds, "tokens": step * self.loader.step_tokens}

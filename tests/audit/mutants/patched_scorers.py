@@ -118,6 +118,17 @@ def counts_more_bytes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Tally, "entries", cheat)
 
 
+def costs_nothing_if_not_a_number(patch: pytest.MonkeyPatch) -> None:
+    """Targets that a broken distribution gives NaN are priced at -0.0."""
+    commit = Tally.commit
+
+    def cheat(self: Tally, document: int, first: int, nats: np.ndarray) -> None:
+        broken = np.where(nats > np.quantile(nats, 0.9), np.nan, nats)
+        commit(self, document, first, np.nan_to_num(broken, nan=-0.0))
+
+    patch.setattr(Tally, "commit", cheat)
+
+
 def smears_across_documents(patch: pytest.MonkeyPatch) -> None:
     """The first token of a document sees the last one of the document before (PR 1797)."""
     embed = Smear.embed
@@ -151,5 +162,6 @@ PATCHED = [
     PatchedScorer("the dearest targets cut", hides_the_worst),
     PatchedScorer("the last document left out", drops_the_last, rule="coverage"),
     PatchedScorer("a byte more per token", counts_more_bytes, rule="bytes"),
+    PatchedScorer("no price for what is not a number", costs_nothing_if_not_a_number),
     PatchedScorer("a smear gate across documents", smears_across_documents),
 ]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from forge import CPU, Forge, Mutant, scaled
 from chains import forge as forge_chain
 from chains import made_elsewhere, other_start
 from underpar.artifact.format import frame, squeeze, unframe, unsqueeze
+from underpar.artifact.table import MAX_HEADER_BYTES
 from underpar.audit.case import Limits
 from underpar.audit.finding import NOT_SHOWN
 from underpar.quant.files import read_quantized, save_quantized
@@ -191,6 +194,60 @@ def hide_payload(forge: Forge) -> None:
     )
 
 
+def name_twice(forge: Forge) -> None:
+    """A better score before the honest one: some programs take the first, some the last."""
+    path = forge.run.score_file("plain")
+    path.write_text(path.read_text().replace('"bpb"', '"bpb": 0.9, "bpb"', 1))
+
+
+def count_cheapest_twice(tree: Tree) -> None:
+    """The row of the cheapest document also in place of the dearest."""
+    rows = sorted(tree["ledger"], key=lambda row: row["bits"] / max(1, row["num_targets"]))
+    rows[-1].update({**rows[0], "document": rows[-1]["document"]})
+
+
+def skip_dearest(tree: Tree) -> None:
+    """The dearest document as if it had no target; its bytes count."""
+    max(tree["ledger"], key=lambda row: row["bits"]).update(bits=0.0, num_targets=0)
+
+
+def link_script(forge: Forge) -> None:
+    outside = forge.run.path.parent / "elsewhere.py"
+    forge.run.script_file.rename(outside)
+    forge.run.script_file.symlink_to(outside)
+
+
+def put_bomb(forge: Forge) -> None:
+    """A header of some kilobytes that unpacks to more than any header may have."""
+    sections = unframe(forge.run.artifact_file.read_bytes(), 6)
+    bomb = squeeze(bytes(MAX_HEADER_BYTES + 1))
+    forge.run.artifact_file.write_bytes(frame([bomb, *sections[1:]]))
+
+
+class Touch:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def pickle_weights(forge: Forge) -> None:
+    forge.run.weights_file.write_bytes(pickle.dumps(Touch(forge.run.path / "was-run")))
+
+
+def price_before_quantization(forge: Forge) -> None:
+    """Half of the nats and bits per byte in validation.json; they fit each other."""
+
+    def change(tree: Tree) -> None:
+        for key in ("live_bpb", "live_nats", "average_bpb", "average_nats"):
+            tree[key] /= 2
+
+    forge.edit_json(forge.run.validation_file, change)
+
+
 def shrink_budget(tree: Tree) -> None:
     tree["total_bytes"] -= 5000
     tree["classes"]["framing"] -= 5000
@@ -307,6 +364,15 @@ SCORE_FILES = [
     ),
     Mutant("negative bits", "bits below 0", "score files", plain(first(bits=-1e5))),
     Mutant("negative score", "-0.0003 bits per byte", "score files", plain(times(-1e-4))),
+    Mutant("minus zero", "a document for -0.0 bits", "score files", plain(first(bits=-0.0))),
+    Mutant("side bits NaN", "side information of no number", "score files",
+           raw("score-plain.json", side_bits=math.nan)),
+    Mutant("named twice", "a better score before the honest one, under the same key",
+           "score files", name_twice),
+    Mutant("counted twice", "the cheapest document also in place of the dearest", "coverage",
+           plain(count_cheapest_twice)),
+    Mutant("skipped", "the dearest document as if it had no target", "coverage",
+           plain(skip_dearest)),
     Mutant("no bits", "a document for 0 bits", "score files", plain(first(bits=0.0))),
     Mutant("NaN bits", "bits that are not a number", "score files", plain(first(bits=math.nan))),
     Mutant("infinite bits", "one infinite document", "score files", plain(first(bits=math.inf))),
@@ -398,6 +464,18 @@ NAMES_AND_SIZES = [
            lambda f: f.edit_about(num_weights=1)),
     Mutant("fewer tokens", "the training tokens in run.json", "identity",
            lambda f: f.edit_about(train_tokens=1)),
+    Mutant("fewer bytes of training", "the training bytes in run.json", "identity",
+           lambda f: f.edit_about(train_bytes=1)),
+    Mutant("another tokenizer's name", "the hash of the tokenizer in run.json", "identity",
+           lambda f: f.edit_about(tokenizer_identity="0" * 64)),
+    Mutant("small device", "a weaker device in run.json, which the page shows", "training",
+           lambda f: f.edit_about(device="a telephone")),
+    Mutant("other versions", "versions in run.json", "training",
+           lambda f: f.edit_about(versions={"underpar": "9.9", "torch": "9.9"})),
+    Mutant("price before quantization", "the held-out price of the weights, in validation.json",
+           "training", price_before_quantization),
+    Mutant("budget of another artifact", "the artifact that budget.json says it is of", "size",
+           raw("budget.json", artifact_sha256="0" * 64)),
     Mutant("foreign lever", "a recipe names a lever in the run folder", "identity",
            name_lever_of_the_folder),
     Mutant("unknown limit", "recipe.toml with a limit of its own", "identity",
@@ -416,12 +494,22 @@ NAMES_AND_SIZES = [
     Mutant("shadow", "a module that Python finds before its own", "size", put_beside("json.py")),
     Mutant("hidden code", "a compiled module with a dot before its name", "size",
            put_beside(".weights.so")),
+    Mutant("start-up code", "a module that Python imports before any other", "size",
+           put_beside("sitecustomize.py")),
+    Mutant("cached code", "compiled code in place of a source", "size",
+           put_beside("__pycache__/score.cpython-311.pyc")),
+    Mutant("path file", "a file that adds folders to those of Python", "size",
+           put_beside("weights.pth")),
+    Mutant("zipped code", "an archive that Python imports from", "size", put_beside("model.zip")),
+    Mutant("linked script", "the script is a link to a file elsewhere", "size", link_script),
     Mutant("package", "a package beside the script", "size", put_beside("torch/__init__.py")),
     Mutant("linked package", "a link to a package elsewhere", "size", link_package),
     Mutant("link", "the artifact is a link to a file elsewhere", "size", link_artifact),
     Mutant("no script", "no script beside the artifact", "size",
            lambda f: f.run.script_file.unlink(), NOT_SHOWN),
     Mutant("appended", "bytes after the end of the artifact", "opening", append_payload),
+    Mutant("bomb", "a header that unpacks to more than any has", "opening", put_bomb),
+    Mutant("pickle", "weights that run code when they are read", "packing", pickle_weights),
     Mutant("payload", "a second payload in the header of the artifact", "size", hide_payload),
     Mutant("weights swapped", "weights.safetensors replaced", "packing", swap_weights),
     Mutant("tuned elsewhere", "an artifact of other weights, scored honestly", "packing",

@@ -5,6 +5,7 @@ The tables of cheats are run_cheats.py, data_cheats.py and patched_scorers.py; R
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from catalogue import catalogue
 from data_cheats import DATA_CHEATS
 from forge import CPU, Forge, Mutant, copy_of, finding_of
 from patched_scorers import PATCHED, PatchedScorer
-from run_cheats import RUN_CHEATS
+from run_cheats import RUN_CHEATS, pickle_weights
 
 from tiny import TinyRun
 from underpar.audit.finding import PASS
@@ -52,6 +53,14 @@ def test_the_named_rule_catches_the_cheat(forge: Forge, mutant: Mutant) -> None:
     case = open_case(forge.run, CPU, request_of(forge))
     finding = finding_of(run_audit(case, rules=[mutant.rule]), mutant.rule)
     assert finding.verdict == mutant.verdict, finding.summary
+
+
+def test_a_pickle_is_not_run(forge: Forge) -> None:
+    pickle_weights(forge)
+    run_audit(open_case(forge.run, CPU, request_of(forge)), rules=["packing", "training"])
+    assert not (forge.run.path / "was-run").exists()
+    pickle.loads(forge.run.weights_file.read_bytes())
+    assert (forge.run.path / "was-run").exists()
 
 
 @pytest.mark.parametrize("cheat", PATCHED, ids=lambda cheat: cheat.name)
