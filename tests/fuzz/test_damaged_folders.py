@@ -50,7 +50,7 @@ from underpar.train.checkpoint import Position, read_checkpoint
 from underpar.train.evidence import NOTHING, next_hash, read_account, read_chain
 from underpar.train.guard import read_reference
 
-QUICK_CASES, MANY_CASES = 4000, 10_000
+QUICK_CASES, MANY_CASES = 1000, 10_000
 # Memory that a case may take (packing any model takes 0.7 GB), and seconds after which it hangs.
 MOST_BYTES, MOST_SECONDS = 1 << 30, 120
 RULES = ("blocks.*.attn.q.weight grid8+columns", "blocks.*.mlp.* gptq6:12.85", "* fp16")

@@ -23,6 +23,7 @@ MAKERS = {
     "score.py": "pack {folder}",
     "budget.json": "pack {folder}",
     "score-*.json": "score {folder}{options}",
+    "exact-score.json": "score {folder} --exact",
     "audit.json": "audit {folder}",
 }
 
