@@ -1,6 +1,7 @@
 """The byte-level hierarchy: shapes, causality, stepping, and what it starts as."""
 
 import math
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from underpar.build.model import build_model, weight_shapes
-from underpar.compile.regions import Sharing, TracedRun
+from underpar.compile.regions import Sharing, TracedRun, inductor
+from underpar.compile.tracer import Compiler
 from underpar.data.batch import Batch, pack_documents
 from underpar.errors import RecipeError
 from underpar.infer.predictor import Predictor
@@ -266,13 +268,19 @@ def test_without_the_main_network_bytes_inside_a_chunk_are_still_seen() -> None:
     assert not torch.allclose(whole[6], changed[6])
 
 
-@pytest.mark.parametrize("stride", [0, 4])
-def test_it_compiles_once_for_all_texts(stride: int) -> None:
-    def as_traced(graph: fx.GraphModule, inputs: object) -> fx.GraphModule:
-        return graph
+def as_traced(graph: fx.GraphModule, inputs: object) -> fx.GraphModule:
+    return graph
 
+
+needs_cc = pytest.mark.skipif(not shutil.which("cc"), reason="inductor needs a C compiler")
+COMPILERS = [as_traced, pytest.param(inductor, marks=[pytest.mark.slow, needs_cc])]
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+@pytest.mark.parametrize("stride", [0, 4])
+def test_it_compiles_once_for_all_texts(stride: int, compiler: Compiler) -> None:
     model = randomized(tiny(f"hnet.stride={stride}")).train()
-    run = TracedRun(Sharing(as_traced))
+    run = TracedRun(Sharing(compiler))
     graphs = []
     for seed, lengths in enumerate(([120, 60], [10, 30, 138], [1] * 60 + [59])):
         batch = batch_of(lengths, seed=seed)
