@@ -56,6 +56,7 @@ def test_load_score_generate_compress(tiny_run: TinyRun) -> None:
     assert isinstance(model.generate("Once upon", max_tokens=4), str)
     data = b"any bytes \xff\x00"
     assert model.decompress(model.compress(data)) == data
+    assert model.decompress(model.compress(TEXT, exact=True)) == TEXT.encode()
 
 
 def test_text_may_be_str_or_bytes(model: Model) -> None:

@@ -24,6 +24,7 @@ from underpar.audit.case import Limits
 from underpar.audit.finding import STRICT
 from underpar.build.adaptation import open_adaptation
 from underpar.build.artifact import build_tokenizer, read_artifact
+from underpar.build.exact import build_exact_predictor
 from underpar.build.model import build_predictor
 from underpar.build.recipe import load_checked, quant_part
 from underpar.build.scoring import ScoringRequest, open_method, run_method
@@ -246,7 +247,13 @@ class Model:
         artifact, identity = read_artifact(path)
         runtime = open_runtime(device)
         predictor, tokenizer = build_predictor(artifact, runtime.device), build_tokenizer(artifact)
-        codec = Codec(predictor, tokenizer, identity, lambda: open_adaptation(artifact, runtime))
+        codec = Codec(
+            predictor,
+            tokenizer,
+            identity,
+            lambda: open_adaptation(artifact, runtime),
+            lambda: build_exact_predictor(artifact, runtime.device),
+        )
         return Model(artifact, codec, runtime)
 
     def __repr__(self) -> str:
@@ -387,12 +394,13 @@ class Model:
             )
         )
 
-    def compress(self, data: Text, adapt: bool = False) -> bytes:
+    def compress(self, data: Text, adapt: bool = False, exact: bool = False) -> bytes:
         """Compress any bytes, or a `str` as UTF-8; text gets smaller.
 
-        With `adapt` the adapters of the recipe learn what was coded, as in `score`.
+        With `adapt` the adapters of the recipe learn what was coded, as in `score`. `exact` data
+        decode on every machine.
         """
-        return self.codec.compress(_raw(data), adapt=adapt)
+        return self.codec.compress(_raw(data), adapt=adapt, exact=exact)
 
     def decompress(self, data: bytes, any_machine: bool = False) -> bytes:
         """The bytes that `compress` was given.

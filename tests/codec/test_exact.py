@@ -95,11 +95,12 @@ def test_long_documents_are_cut_after_whole_contexts(monkeypatch: pytest.MonkeyP
     assert all(map(np.array_equal, without_ends(joined), documents))
     with pytest.raises(CodecError, match="more text"):
         decode_exact(predictor, payload, num_lanes, 358)
-    forged = np.frombuffer(payload, dtype="<u4", count=num_lanes).copy()
-    forged[0] += 100
-    forged[1:] -= 100 // (num_lanes - 1) + 1
-    with pytest.raises(CodecError, match="damaged"):
-        decode_exact(predictor, forged.tobytes() + payload[4 * num_lanes :], num_lanes, 999)
+    lengths = np.frombuffer(payload, "<u2", num_lanes, offset=1).copy()
+    lengths[0] += 300
+    forged = payload[:1] + lengths.tobytes() + payload[1 + 2 * num_lanes :]
+    for wrong in (forged, b"", b"\7" + payload[1:]):
+        with pytest.raises(CodecError, match="damaged"):
+            decode_exact(predictor, wrong, num_lanes, 999)
     with pytest.raises(CodecError, match="damaged"):
         decode_exact(predictor, payload, exact.MAX_LANES + 1, 999)
     with pytest.raises(CodecError, match="no end"):

@@ -120,3 +120,5 @@ def test_an_operation_without_an_exact_form_is_refused_with_the_name_of_its_leve
         lever.stem(x)
     with pytest.raises(ExactError, match="'add'"), ExactMode():
         torch.add(x, x, alpha=0.1)
+    with pytest.raises(ExactError, match="'rms_norm'"), ExactMode():
+        torch.nn.functional.rms_norm(x, (3,), x)

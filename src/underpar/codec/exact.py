@@ -3,7 +3,8 @@
 Documents stand one after the other, each with a BOS as its end; a text without separators is one
 document without an end. The sequence is cut into lanes at ends of documents, and inside of
 documents after a whole number of contexts, where the network begins anew anyway. A lane begins with
-a BOS that is not coded. Layout: little-endian u32 length of each lane, then exact_streams.py's.
+a BOS that is not coded. Layout, little-endian: u8 width of a length, 2 or 4 bytes; the length of
+each lane; then exact_streams.py's.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from underpar.infer.exact_predictor import ExactPredictor
 from underpar.infer.experts import Ints
 from underpar.seams import BOS_ID
 
-# Inside of a document, a lane has this many tokens at least: its first token has no context.
+# A lane has about this many tokens at least, because it takes some three bytes, and inside of a
+# document its first token has no context.
 CUT_TOKENS = 1024
 MAX_LANES = 256
 # The most memory of keys and values, and the number of lanes that are used in any case.
@@ -34,7 +36,8 @@ def encode_exact(
     lengths = np.array([len(stream) for stream in streams])
     meter = _Meter(on_share, int(lengths.sum()))
     payload, _ = encode_streams(predictor, streams, meter)
-    return lengths.astype("<u4").tobytes() + payload, len(streams)
+    width = 2 if lengths.max() < 1 << 16 else 4
+    return bytes([width]) + lengths.astype(f"<u{width}").tobytes() + payload, len(streams)
 
 
 def decode_exact(
@@ -45,10 +48,11 @@ def decode_exact(
     on_share: OnShare | None = None,
 ) -> Ints:
     """The sequences, joined; a payload of more than `most_tokens` targets is refused."""
-    size = 4 * num_lanes
-    if len(payload) < size or not 1 <= num_lanes <= MAX_LANES:
+    width = payload[0] if payload else 0
+    size = 1 + width * num_lanes
+    if width not in (2, 4) or len(payload) < size or not 1 <= num_lanes <= MAX_LANES:
         raise CodecError("compressed stream is cut short or damaged")
-    lengths = np.frombuffer(payload, dtype="<u4", count=num_lanes).astype(np.int64)
+    lengths = np.frombuffer(payload, f"<u{width}", num_lanes, offset=1).astype(np.int64)
     total, longest = int(lengths.sum()), int(lengths.max())
     if total > most_tokens:
         raise CodecError("compressed stream holds more text than its header says: damaged")
@@ -78,7 +82,8 @@ def cut(predictor: ExactPredictor, sequences: Sequence[Ints]) -> list[Ints]:
     size = _part_tokens(predictor)
     parts = [s[i : i + size] for s in sequences for i in range(0, len(s), size)]
     lengths = np.array([len(part) for part in parts])
-    num_lanes = min(_most_lanes(predictor, predictor.context), len(parts))
+    few = max(1, int(lengths.sum()) // CUT_TOKENS)
+    num_lanes = min(_most_lanes(predictor, predictor.context), len(parts), few)
     # A part belongs to the lane in whose share of all tokens it begins.
     lanes = (np.cumsum(lengths) - lengths) * num_lanes // int(lengths.sum())
     firsts = np.flatnonzero(np.diff(lanes, prepend=-1))

@@ -82,7 +82,13 @@ class ExactMode(TorchFunctionMode):
                 f"exact mode has no exact form of the operation {name!r}, which {_caller()} calls; "
                 "leave --exact out"
             )
-        return exact(*map(rounded, args), **kwargs)
+        try:
+            return exact(*map(rounded, args), **kwargs)
+        except TypeError as error:
+            raise ExactError(
+                f"exact mode has no exact form of {name!r} with the arguments that {_caller()} "
+                "gives; leave --exact out"
+            ) from error
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x @ weight.T: rows of x are rounded to integers, and the weight with one step for all."""
@@ -147,10 +153,11 @@ def _caller() -> str:
 def _rms_norm(
     x: Tensor,
     shape: tuple[int, ...],
-    weight: Tensor | None = None,
+    weight: None = None,
     eps: float | None = None,
 ) -> Tensor:
-    assert tuple(shape) == (x.size(-1),) and weight is None
+    if tuple(shape) != (x.size(-1),) or weight is not None:
+        raise TypeError("another norm than that of the last dimension, without weights")
     size = (em.mean_square(x) + (EPS if eps is None else eps)).sqrt_()
     return x * em.divide(1.0, size)
 
@@ -158,7 +165,8 @@ def _rms_norm(
 def _normalize(
     x: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: None = None
 ) -> Tensor:
-    assert p == 2 and dim == -1
+    if p != 2 or dim != -1:
+        raise TypeError("another norm than the Euclidean one of the last dimension")
     size = em.mean_square(x).mul_(x.size(-1)).sqrt_().clamp_(min=eps)
     return x * em.divide(1.0, size)
 
