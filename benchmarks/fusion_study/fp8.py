@@ -55,6 +55,7 @@ def rounded(x: Tensor, scale: Tensor) -> Tensor:
 
 def plain(x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor) -> tuple[Tensor, Any]:
     """The product with emulated rounding, in the precision of x; and the magnitude of x."""
+    weight = weight.to(x.dtype)
     x8, weight8 = (
         rounded(t, s).to(x.dtype) * s.to(x.dtype) for t, s in ((x, x_scale), (weight, weight_scale))
     )

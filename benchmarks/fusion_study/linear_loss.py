@@ -14,8 +14,8 @@ of PR 1787 and PR 2014; loss and gradient in one kernel, modded-nanogpt record 7
 the logits, so exp needs no maximum.
 
 Why it could win: the logits of 98,304 tokens are 1.6 GB. They are written once and read five times
-without the operator; a chunk stays near the L2 cache. Why it could lose: products of a chunk fill
-the device less well than one product of all tokens, and nothing is fused with the products.
+without the operator; a part of a chunk stays in the L2 cache. Why it could lose: products of a
+chunk fill the device less well than one of all tokens, and nothing is fused with the products.
 """
 
 # mypy: disallow-untyped-defs=False
@@ -39,9 +39,9 @@ from underpar.model.gpt import GPT
 from underpar.recipe import Recipe
 from underpar.seams import Stream
 
-# Tokens of a chunk. The product for dx has (R / 128) (D / 128) tiles of output: 4,096 rows are one
-# wave on 132 multiprocessors. Twice as many rows leave the L2 cache.
-ROWS = 4096
+# Tokens of a chunk: on an H200 4 % faster than half as many. Four times as many gain 1 % more, and
+# their logits take 0.5 GB.
+ROWS = 8192
 
 
 def plain(x: Tensor, weight: Tensor, targets: Tensor, cap: float, rows: int = ROWS) -> Tensor:

@@ -38,8 +38,9 @@ from underpar.seams import Stream, Visit
 
 # As F.rms_norm of bf16, which computes in fp32.
 EPS = torch.finfo(torch.float32).eps
-# Tokens of a tile, each with one head of 64 channels, in 128 threads.
-ROWS = 32
+# Tokens of a tile, each with one head of 64 channels, in 128 threads. On an H200 twice as many are
+# 14 % slower in the backward pass, and 3 % in the forward pass.
+ROWS = 16
 # Tiles of the backward pass that a program takes before it writes its sums of gain gradients.
 TILES = 8
 

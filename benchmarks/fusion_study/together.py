@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from underpar.errors import BenchError, one_line
 from underpar.lab.candidates import load_candidate
 from underpar.model.network import Network
 from underpar.recipe import Recipe
@@ -24,9 +25,16 @@ loss = PARTS[0].loss
 
 
 def check(device: torch.device) -> None:
-    """The checks of all of them."""
+    """The checks of all of them; all that fail are named."""
+    failed = []
     for part in PARTS:
-        part.check(device)
+        try:
+            part.check(device)
+        except Exception as error:
+            assert part.path is not None
+            failed.append(f"{part.path.stem}: {one_line(error, 200)}")
+    if failed:
+        raise BenchError(f"parts of together.py that fail their checks: {'; '.join(failed)}")
 
 
 def apply(network: Network, recipe: Recipe) -> None:

@@ -1,7 +1,9 @@
 """The candidate block_epilogue: streams, their factors and their norm in one pass."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,24 @@ PLAIN_SKIPS = ("levers.unet.gates=false", "levers.lanes=false", "levers.norm_sca
 
 def test_tiles_compute_as_the_plain_version_does(interpreted: Callable[..., None]) -> None:
     interpreted(block_epilogue.check, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", list(block_epilogue.OPERATORS))
+def test_narrow_streams_are_held_to_their_precision(
+    name: str, interpreted: Callable[..., None]
+) -> None:
+    interpreted(_check_narrow, name)
+
+
+def _check_narrow(name: str) -> None:
+    operator = block_epilogue.OPERATORS[name]
+
+    def inputs(device: torch.device, tokens: int) -> tuple[Any, ...]:
+        factors, scale, *streams = operator.inputs(device, tokens)
+        factors = factors.detach().bfloat16().float().requires_grad_()
+        return factors, scale, *(z.detach().bfloat16().requires_grad_() for z in streams)
+
+    replace(operator, inputs=inputs).check(torch.device("cpu"))
 
 
 @pytest.mark.slow

@@ -53,14 +53,12 @@ def _xsa(module: Any) -> None:
 
 
 def _mlp(module: Any) -> None:
-    tiles = module.TILES
     x, up, down, hidden = tensors((TOKENS, 512), (2048, 512), (512, 2048), (TOKENS, 2048))
     (scale,) = tensors((TOKENS,), dtype=torch.float32)
     for variant in module.VARIANTS:
-        right = module._describe(up, tiles.columns, tiles.inner)
-        module._launch(module._forward, x, right, [hidden, hidden], scale, 0.5, variant)
-        right = module._describe(down, tiles.inner, tiles.columns)
-        module._launch(module._backward, x, right, [hidden, hidden], scale, 0.5, variant)
+        module._mlp._init_fn(x, scale, up, down, 0.5, variant)
+        saved = [x, scale, up, down, hidden, hidden]
+        module._mlp_backward._init_fn(x, saved, 0.5, variant)
 
 
 def _ema_update(module: Any) -> None:

@@ -69,6 +69,20 @@ def test_a_wrong_version_is_refused(wrong: Any) -> None:
         replace(OPERATOR, fused=wrong).check(CPU)
 
 
+def test_the_coarsest_of_the_inputs_sets_the_limit() -> None:
+    def inputs(device: torch.device, tokens: int) -> tuple[Any, ...]:
+        scale = torch.randn(8).bfloat16().float().requires_grad_()
+        return scale, torch.randn(tokens, 8).bfloat16().requires_grad_()
+
+    def plain(scale: Tensor, x: Tensor) -> Tensor:
+        return scale.to(x.dtype) * x
+
+    operator = replace(OPERATOR, plain=plain, fused=plain, inputs=inputs)
+    operator.check(CPU)
+    with pytest.raises(BenchError, match=r"more than 0\.004"):
+        replace(operator, fused=lambda scale, x: 1.01 * plain(scale, x)).check(CPU)
+
+
 def test_the_floor_is_that_of_the_scarcer_resource() -> None:
     assert OPERATOR.floor_ms == pytest.approx(1.0)
     assert replace(OPERATOR, bytes=2 * PEAK_BYTES / 1e3).floor_ms == pytest.approx(2.0)
