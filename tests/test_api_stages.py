@@ -125,7 +125,7 @@ def test_the_guide_names_what_there_is() -> None:
     page = (Path(__file__).parents[1] / "docs" / "python.md").read_text()
     about_model, _, about_stages = page.partition("## Make one")
     calls = re.findall(r"^\| `model\.(\w+).*` \|", about_model, re.MULTILINE)
-    assert len(calls) == 5 and names_of(Model) >= {*calls}
+    assert len(calls) == 6 and names_of(Model) >= {*calls}
     rows = re.findall(r"^\| `(\w+)\(.*\)` \| `(\w+)` \| (.*) \|$", about_stages, re.MULTILINE)
     assert {name for name, _, _ in rows} == {*underpar.__all__} - {"Model", "load"}
     # What a result holds, besides what it has itself.

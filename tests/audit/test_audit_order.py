@@ -35,7 +35,7 @@ from underpar.quant.schemes import parse_scheme
 from underpar.recipe import load_recipe
 from underpar.score.ledger import Score
 from underpar.score.method import COUNT_BITS, PUBLISHED, Method
-from underpar.score.ttt import scorer
+from underpar.score.ttt import loop
 from underpar.score.ttt.lanes import Hints, LaneBatch
 from underpar.score.ttt.reading import KeptLanes, Reread
 from underpar.score.ttt.schedule import Chunk, published_window
@@ -254,7 +254,7 @@ def test_an_expert_that_reads_documents_ahead_is_caught(
 def test_windows_that_know_where_a_document_ends_are_caught(
     artifact: Artifact, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scorer, "fresh_window", published_window)
+    monkeypatch.setattr(loop, "fresh_window", published_window)
     assert lengths_matter(artifact, FRESH) > 0
 
 

@@ -88,6 +88,8 @@ INTERRUPTS = {
 def test_an_interrupt_at_the_edges_shows_no_traceback(moment: str, code: int) -> None:
     program = f"""
 import atexit, os, signal, sys
+# A shell starts what runs in the background with Ctrl-C ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 {textwrap.dedent(INTERRUPTS[moment])}
 from underpar.__main__ import main
 sys.argv = ["underpar", "recipe", "list"]

@@ -38,7 +38,7 @@ from underpar.recipe import load_recipe
 from underpar.score.ledger import Score
 from underpar.score.method import PUBLISHED, Method
 from underpar.score.partial import Partial, Stopped
-from underpar.score.ttt import scorer
+from underpar.score.ttt import loop
 
 RECIPE = load_recipe("cpu", [*MODEL, "levers.smear.init=0.5", "levers.softcap=true"])
 SMALL = ["score.batch_tokens=1", "score.adapt_tokens=1"]
@@ -140,7 +140,7 @@ def test_so_it_is_where_steps_are_recorded(
     name: str, artifact: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Recorded, but not compiled: that would take a minute.
-    monkeypatch.setattr(scorer, "CompiledForward", lambda vary: forward_step)
+    monkeypatch.setattr(loop, "CompiledForward", lambda vary: forward_step)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     check_every_step(name, artifact, tmp_path, Runtime(CPU, compiled=True))
 
