@@ -192,13 +192,15 @@ def test_zpaq_as_a_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 def test_the_command_says_it_in_a_sentence(
     monkeypatch: pytest.MonkeyPatch, tiny_run: TinyRun, texts: list[Path]
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(codec_table, "installed", lambda: ([codec_table.OTHERS["xz"][0]()], {}))
-    printed = run("bench", "codec", tiny_run.folder.path, texts[0], "--device", "cpu")
+    # In words, because lines break where the terminal ends.
+    printed = " ".join(
+        run("bench", "codec", tiny_run.folder.path, texts[0], "--device", "cpu").split()
+    )
     assert printed.startswith("The model's file is the smallest on ")
     assert "than xz -9e, the best of the others" in printed
     assert f"news, {len(NEWS)} bytes" in printed
-    assert "compress MB/s" in printed
+    assert "MB/s" in printed
 
 
 @pytest.mark.parametrize(
