@@ -198,7 +198,7 @@ def compressed(f: Figures, source: object, out: object) -> Result:
         ("bits per byte", f"{f['bits_per_byte']:.4f}"),
         ("against the file", change_text(size / max(raw, 1))),
         ("xz -9", bytes_text(xz)),
-        ("mode", f"{f['mode']}, {f['documents']:,} documents"),
+        ("mode", f"{f['mode']}, {count_text(f['documents'], 'document')}"),
         ("decoded as a check", "yes" if f["verified"] else "no, and the file says so"),
         ("of which header", bytes_text(f["header_bytes"])),
         ("with the model", bytes_text(f["with_artifact_bytes"])),
