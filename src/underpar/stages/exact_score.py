@@ -13,14 +13,12 @@ from underpar.build.exact import build_exact_predictor
 from underpar.core.progress import SILENT, Progress
 from underpar.core.run_folder import RunFolder, write_json
 from underpar.core.runtime import Clock, Runtime
-from underpar.core.versions import device_name, versions
 from underpar.data.folder import data_identity, load_data
-from underpar.data.xz import xz_bytes
 from underpar.infer.exact_predictor import FREQ_BITS
 from underpar.score.ledger import Score, score_from_dict
 from underpar.score.method import PLAIN, Method
 from underpar.score.tally import Tally
-from underpar.stages.score import Scored, score_artifact
+from underpar.stages.score import Scored, describe_input, score_artifact
 
 EXACT = Method(name="exact")
 
@@ -53,13 +51,7 @@ def score_exactly(
         tally.commit_stream(0, (FREQ_BITS - np.log2(freqs)) * math.log(2))
     score = tally.score(EXACT, clock, stopped_at=-1)
     about = {
-        "artifact_sha256": identity,
-        "artifact_bytes": artifact_path.stat().st_size,
-        "data": str(data_path),
-        "data_identity": data_identity(data),
-        "device": device_name(runtime.device),
-        "versions": versions(),
-        "xz_bytes": xz_bytes(data.val, data.tokenizer),
+        **describe_input(artifact_path, identity, data_path, data, runtime),
         "float_bits": plain.bits,
         "cost_percent": 100 * (score.bits / plain.bits - 1),
     }

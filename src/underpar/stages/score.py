@@ -16,7 +16,7 @@ from underpar.core.progress import SILENT, Progress
 from underpar.core.run_folder import RunFolder, write_json
 from underpar.core.runtime import Clock, Runtime
 from underpar.core.versions import device_name, versions
-from underpar.data.folder import data_identity, load_data
+from underpar.data.folder import DataFolder, data_identity, load_data
 from underpar.data.xz import xz_bytes
 from underpar.errors import RuleError
 from underpar.score.ledger import Score
@@ -136,7 +136,22 @@ def _score_artifact(
         except Stopped as stopped:
             stopped.method = label
             raise
-    about = {
+    about = describe_input(artifact_path, identity, data_path, data, runtime)
+    path = folder.score_file(score.method)
+    if runtime.is_main:
+        write_json(path, {**about, **score.as_dict()})
+        # In a folder that is not a run, a file of the script's name belongs to somebody else.
+        if folder.budget_file.is_file():
+            write_script(folder, artifact.recipe, identity)
+    partial.remove()
+    return Scored(score, path, about)
+
+
+def describe_input(
+    artifact_path: Path, identity: str, data_path: Path, data: DataFolder, runtime: Runtime
+) -> dict[str, Any]:
+    """What was scored and where, as every score file says it."""
+    return {
         "artifact_sha256": identity,
         "artifact_bytes": artifact_path.stat().st_size,
         "data": str(data_path),
@@ -147,11 +162,3 @@ def _score_artifact(
         # A lossy tokenizer scores another text than the one whose bytes are counted.
         "lossless": data.tokenizer.lossless,
     }
-    path = folder.score_file(score.method)
-    if runtime.is_main:
-        write_json(path, {**about, **score.as_dict()})
-        # In a folder that is not a run, a file of the script's name belongs to somebody else.
-        if folder.budget_file.is_file():
-            write_script(folder, artifact.recipe, identity)
-    partial.remove()
-    return Scored(score, path, about)
