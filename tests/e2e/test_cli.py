@@ -218,7 +218,7 @@ def test_compare_numbers_and_runs(tiny_run: TinyRun) -> None:
         (["report", "nowhere"], "nowhere"),
         (["bench", "codr"], "'coder'"),
         (["bench", "coder", "demo"], "'bench step A B'"),
-        (["bench", "step", "demo"], "1 recipes were named"),
+        (["bench", "step", "demo"], "1 recipe named"),
         (["compare", "abc", "--with", "1.0"], "abc"),
         (["compare", "1.0", "--with", "1.0"], "2"),
         (["doctor", "--device", "tpu"], "tpu"),

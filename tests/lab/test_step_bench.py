@@ -202,7 +202,7 @@ def test_options_are_for_both_sides_or_for_one() -> None:
     assert a == Variant("one", ("a.b=1",), attention="sdpa")
     assert b == Variant("two", ("a.b=1", "c.d=A=2"), (Path("x/y.py"), Path("z.py")), "sdpa")
     assert a.label(b) == "one" and b.label(a) == "two + c.d=A=2 + y + z"
-    with pytest.raises(BenchError, match="1 recipes were named"):
+    with pytest.raises(BenchError, match="1 recipe named"):
         read_variants(["one"], {})
 
 

@@ -35,6 +35,7 @@ from underpar.compile.regions import CompiledRun, Sharing, TracedRun
 from underpar.compile.startup import end_warm_up, warm_compiler
 from underpar.core.progress import SILENT, Progress
 from underpar.core.runtime import Runtime, seed_everything
+from underpar.core.words import count_text
 from underpar.data.batch import Batch, Segments
 from underpar.data.loader import MicroBatch
 from underpar.data.made_up import made_up_batch
@@ -99,7 +100,7 @@ def read_variants(
     """
     if not fewest <= len(names) <= len(LETTERS):
         wanted = "A and B, which may be equal" if fewest > 1 else "one"
-        raise BenchError(f"{len(names)} recipes were named; name {wanted}")
+        raise BenchError(f"{count_text(len(names), 'recipe')} named; name {wanted}")
     letters = LETTERS[: len(names)]
     for text in (text for texts in options.values() for text in texts):
         if text[1:2] == "=" and text[0] not in letters:
