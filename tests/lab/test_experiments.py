@@ -18,8 +18,9 @@ from underpar.errors import BenchError, RunError
 from underpar.lab import runs
 from underpar.lab.claims import EXPERIMENTS, WITH, WITHOUT, read_claims
 from underpar.lab.experiments import DONE, NO_TIME, RUNS, plan_request, read_record, to_page
+from underpar.lab.measurement import Allowance
 from underpar.lab.runs import token_budget
-from underpar.lab.variants import Allowance, Request, make_cells, run_variants
+from underpar.lab.variants import Request, make_cells, run_variants
 from underpar.recipe import load_recipe, to_toml
 
 FILE = """
@@ -215,7 +216,7 @@ def test_the_shipped_experiments_can_be_built() -> None:
     cells = make_cells(Request(EXPERIMENTS, num_seeds=1))
     assert {cell.claim.name for cell in cells} == {*claims}
     for claim in claims.values():
-        jobs = {cell.variant.name: cell.job.name for cell in cells if cell.claim == claim}
+        jobs = {cell.variant.name: cell.figure.job.name for cell in cells if cell.claim == claim}
         # The change changes something.
         assert jobs[WITH] != jobs[WITHOUT]
 

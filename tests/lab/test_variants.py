@@ -20,6 +20,7 @@ from underpar.lab import runs
 from underpar.lab.claims import VARIANTS, Claim, read_claims
 from underpar.lab.lever_cards import Effect, read_effects
 from underpar.lab.lever_docs import claims_section
+from underpar.lab.measurement import Measurement, read_known
 from underpar.lab.variants import (
     OPEN,
     OTHER,
@@ -28,13 +29,10 @@ from underpar.lab.variants import (
     Request,
     compare,
     make_cells,
-    read_known,
-    require_equal_shares,
     run_variants,
     values_beside,
     verdict_of,
 )
-from underpar.recipe import load_recipe
 
 CLAIMS = """
 [gain]
@@ -301,20 +299,27 @@ def test_the_shipped_claims_can_be_measured() -> None:
     by_name = {(cell.claim.name, cell.variant.name): cell for cell in cells}
     # The published start and kind are those of the recipe: one run for both claims.
     starts = by_name["recurrence-start", "0.42"], by_name["recurrence-kind", "AB"]
-    assert starts[0].job.name == starts[1].job.name
-    kinds = [by_name["recurrence-kind", name].job for name in ("AB", "alpha", "plain")]
-    levers = [{*load_recipe("pr1894+one-gpu", job.overrides).levers} for job in kinds]
+    assert starts[0].figure.job.name == starts[1].figure.job.name
+    kinds = [by_name["recurrence-kind", name].figure for name in ("AB", "alpha", "plain")]
+    levers = [{*figure.recipe.levers} for figure in kinds]
     assert levers[0] - levers[2] == {"recur_ab"} and levers[1] - levers[2] == {"recur_alpha"}
-    lengths = by_name["window-and-lengths", "6,144 only"].job
-    assert load_recipe("pr1219+one-gpu", lengths.overrides).train.contexts == ()
+    lengths = by_name["window-and-lengths", "6,144 only"].figure
+    assert lengths.recipe.train.contexts == ()
 
 
-def test_two_runs_at_once_need_a_budget_of_steps() -> None:
+def test_two_runs_at_once_need_a_budget_of_steps(
+    file: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    def open_with(num_at_once: int, *overrides: str) -> Measurement:
+        cells = make_cells(Request(file, ("gain",), overrides))
+        figures = [cell.figure for cell in cells]
+        return Measurement(figures, tiny_data, tmp_path, "cpu", num_at_once)
+
+    seconds, steps = "train.budget_seconds=9", "train.budget_seconds=0"
     with pytest.raises(BenchError, match="2 runs at once share the device"):
-        require_equal_shares(make_cells(Request(names=("qat-lite",))), 2)
-    steps = ("train.budget_seconds=0", "train.reserve_seconds=0", "train.budget_steps=9")
-    require_equal_shares(make_cells(Request(names=("qat-lite",), overrides=steps)), 2)
-    require_equal_shares(make_cells(Request(names=("qat-lite",))), 1)
+        open_with(2, seconds)
+    open_with(2, steps)
+    open_with(1, seconds)
 
 
 def test_mistakes_are_named_before_anything_is_trained(

@@ -631,8 +631,9 @@ def lab_experiments(
     from underpar.errors import BenchError
     from underpar.lab import experiments as lab
     from underpar.lab.claims import EXPERIMENTS
+    from underpar.lab.measurement import Allowance
     from underpar.lab.runs import token_budget
-    from underpar.lab.variants import Allowance, Request, run_variants
+    from underpar.lab.variants import Request, run_variants
 
     overrides = (*(set_ or ()), *(token_budget(tokens) if tokens else ()))
     if data is None or out is None:

@@ -8,35 +8,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 from underpar.build.levers import find_lever, lever_names, resolve_levers
-from underpar.build.model import weight_shapes
-from underpar.core.fields import reading
-from underpar.core.locks import lock_folder
 from underpar.core.progress import SILENT, Progress
-from underpar.core.run_folder import RunFolder, write_atomic, write_json
-from underpar.core.runtime import open_runtime
+from underpar.core.run_folder import write_atomic, write_json
 from underpar.core.stats import student_interval
-from underpar.core.versions import device_name, versions
-from underpar.data.folder import data_identity, load_data
-from underpar.errors import BenchError, RecipeError, RunError
+from underpar.errors import BenchError, RecipeError
 from underpar.lab.lever_docs import ablation_section
-from underpar.lab.runs import (
-    CONDITIONS,
-    Job,
-    Launch,
-    launcher,
-    read_conditions,
-    read_tail,
-    run_jobs,
-    token_budget,
-)
+from underpar.lab.measurement import Figure, Measurement, Start, make_job
+from underpar.lab.runs import start, token_budget
 from underpar.recipe import Recipe, load_recipe, nearest
 
+RECORD = "ablation.json"
 LOOP = "loop"
 LOOPS_ON = "loops-on"
 # Leaving out a lever of these stages changes the training and keeps the data.
@@ -82,7 +69,8 @@ class Plan:
     seeds: dict[str, int]
     """Name of the run -> seed."""
     rows: tuple[Row, ...]
-    jobs: tuple[Job, ...]
+    figures: dict[str, Figure]
+    """Name of the run -> its bits per byte before quantization."""
 
 
 def make_plan(request: Request) -> Plan:
@@ -100,8 +88,8 @@ def make_plan(request: Request) -> Plan:
     for row in rows:
         off = tuple(f"levers.{name}=false" for name in (row.lever, *row.also_dropped))
         changes[row.run] = off + (on if row.loops_on and row.lever != LOOP else ())
-    jobs = tuple(_job(name, request, change) for name, change in changes.items())
-    return Plan(request, recipe.hash, seeds, rows, jobs)
+    figures = {name: _figure(name, request, change) for name, change in changes.items()}
+    return Plan(request, recipe.hash, seeds, rows, figures)
 
 
 def _chosen(names: Sequence[str], recipe: Recipe) -> list[str]:
@@ -135,22 +123,11 @@ def _dependents(lever: str, recipe: Recipe) -> tuple[str, ...]:
     return tuple(name for name in lever_names() if name in dropped - {lever})
 
 
-def _job(name: str, request: Request, change: tuple[str, ...]) -> Job:
+def _figure(name: str, request: Request, change: tuple[str, ...]) -> Figure:
     overrides = (*request.overrides, *token_budget(request.num_tokens), *change)
-    recipe = resolve_levers(load_recipe(request.recipe, overrides))
-    try:
-        weight_shapes(recipe)
-    except RecipeError as error:
-        raise RecipeError(f"run {name!r} cannot be built: {error}") from error
-    return Job(name, overrides, recipe.hash)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Bits per byte of the runs that finished, and why others did not, by name."""
-
-    bpb: dict[str, float]
-    failed: dict[str, str]
+    figure = Figure(request.recipe, make_job(request.recipe, overrides, name))
+    figure.check()
+    return figure
 
 
 def run_ablation(
@@ -161,125 +138,35 @@ def run_ablation(
     num_at_once: int = 2,
     known: Path | None = None,
     progress: Progress = SILENT,
-    launch: Launch | None = None,
+    start_words: Start = start,
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Make all runs, write OUT/ablation.json and OUT/ablation.md; the result and what failed.
 
     `known` is an earlier ablation.json whose runs need not be made again. What was stopped
-    continues. `launch` replaces the processes that train.
+    continues.
     """
     plan = make_plan(request)
-    identity = data_identity(load_data(data, verify=False))
-    # Runs are compared with each other: they need the same device, versions and data.
-    here = {"device": device_name(open_runtime(device).device), "versions": versions()}
-    here |= {"data_identity": identity}
-    earlier = read_known(known, plan, here) if known else Known({}, {})
-    left = replace(plan, jobs=tuple(job for job in plan.jobs if job.name not in earlier.bpb))
-    launch = launch or launcher(request.recipe, data, out, device)
-    with lock_folder(out, create=True):
-        outcome = run_plan(left, out, launch, num_at_once, identity, progress)
-    for name, reason in outcome.failed.items():
-        progress.note(f"run {out / name} failed, {reason}:\n{read_tail(out / name)}")
-    result = summarize(plan, earlier.bpb | outcome.bpb)
-    result |= earlier.conditions or read_conditions(RunFolder(out / next(iter(plan.seeds))))
-    write_json(out / "ablation.json", result)
+    measurement = Measurement(
+        [*plan.figures.values()],
+        data,
+        out,
+        device=device,
+        num_at_once=num_at_once,
+        progress=progress,
+        start=start_words,
+    )
+    measurement.recall(RECORD, known)
+
+    def record() -> None:
+        write_json(out / RECORD, measurement.record())
+
+    failed = measurement.run(record)
+    found = measurement.figures
+    bpb = {name: found[f.key] for name, f in plan.figures.items() if f.key in found}
+    result = measurement.record() | summarize(plan, bpb)
+    write_json(out / RECORD, result)
     write_atomic(out / "ablation.md", ablation_section(result) + "\n")
-    return result, outcome.failed
-
-
-def run_plan(
-    plan: Plan,
-    out: Path,
-    launch: Launch,
-    num_at_once: int = 2,
-    data_identity: str | None = None,
-    progress: Progress = SILENT,
-) -> Outcome:
-    """Make the runs that are not finished yet; a stopped one continues.
-
-    When this function is stopped, its runs stop too, and can be continued.
-    """
-    if num_at_once < 1:
-        raise BenchError(f"{num_at_once} runs at once do nothing; use at least 1")
-    for job in plan.jobs:
-        refuse_other_run(job, RunFolder(out / job.name), data_identity)
-    outcome = Outcome({}, {})
-    tokens = plan.request.num_tokens
-
-    def record(job: Job, code: int) -> None:
-        bpb = read_bpb(RunFolder(out / job.name), tokens)
-        if bpb is not None:
-            outcome.bpb[job.name] = bpb
-        else:
-            outcome.failed[job.name] = f"exit code {code}" if code else "stopped before its end"
-        num_done = len(outcome.bpb) + len(outcome.failed)
-        words = "failed" if bpb is None else f"{bpb:.4f} bits per byte"
-        progress.note(f"{num_done} of {len(plan.jobs)}, {job.name}: {words}")
-
-    waiting = []
-    for job in plan.jobs:
-        if read_bpb(RunFolder(out / job.name), tokens) is None:
-            waiting.append(job)
-        else:
-            record(job, 0)
-    run_jobs(waiting, launch, num_at_once, record)
-    return outcome
-
-
-def refuse_other_run(job: Job, folder: RunFolder, data_identity: str | None) -> None:
-    """Refuse a folder that holds the run of another recipe or of other data."""
-    if not folder.about_file.exists():
-        return
-    about = folder.read_json(folder.about_file)
-    # The two hashes differ if micro-batches did not fit in memory.
-    about["recipe_hash"] = about.get("asked_recipe_hash", about.get("recipe_hash"))
-    wanted = {"recipe_hash": job.recipe_hash, "data_identity": data_identity}
-    for key, value in wanted.items():
-        if value is not None and about.get(key) != value:
-            raise RunError(
-                f"{folder.path} holds a run with {key} {about.get(key)}, this one has {value}; "
-                "choose another --out"
-            )
-
-
-def read_bpb(folder: RunFolder, num_tokens: int) -> float | None:
-    """Bits per byte at the end of a run, of its averaged weights if it has any; None before."""
-    path = folder.validation_file
-    if not path.exists():
-        return None
-    tree = folder.read_fields(path)
-    key = "live_bpb" if tree.values.get("average_bpb") is None else "average_bpb"
-    bpb, finished = tree.number(key), tree.count("tokens") >= num_tokens
-    if finished and not math.isfinite(bpb):
-        raise RunError(
-            f"{path} says {bpb} bits per byte; remove its folder and run the same command again"
-        )
-    return bpb if finished else None
-
-
-@dataclass(frozen=True)
-class Known:
-    """Bits per byte of earlier runs, by name, and the conditions that they were made under."""
-
-    bpb: dict[str, float]
-    conditions: dict[str, Any]
-
-
-def read_known(path: Path, plan: Plan, conditions: Mapping[str, Any]) -> Known:
-    """The runs of an earlier ablation.json; recipe, tokens and `conditions` must be the same."""
-    if not path.is_file():
-        raise RunError(f"{path} does not exist; 'underpar ablate' leaves an ablation.json in --out")
-    result = RunFolder(path.parent).read_json(path)
-    wanted = {"recipe_hash": plan.recipe_hash, "tokens": plan.request.num_tokens}
-    for key, value in (wanted | dict(conditions)).items():
-        if result.get(key) != value:
-            raise RunError(f"{path} has {key} {result.get(key)}, this ablation has {value}")
-    with reading(path, "it is not the result of an ablation"):
-        values = zip(result["seeds"], result["baseline"]["bpb"], strict=True)
-        bpb = {f"seed-{seed}": float(value) for seed, value in values}
-        bpb |= {f"without-{row['lever']}": float(row["bpb"]) for row in result["levers"]}
-        always = {} if result["loops_on"] is None else {LOOPS_ON: float(result["loops_on"])}
-    return Known(bpb | always, {key: result.get(key) for key in CONDITIONS})
+    return result, failed
 
 
 def summarize(plan: Plan, bpb: Mapping[str, float]) -> dict[str, Any]:

@@ -34,15 +34,6 @@ class Variant:
     method: Method = field(default_factory=Method)
     change: tuple[str, ...] = ()
 
-    def score_words(self) -> list[str]:
-        """The options of `underpar score`."""
-        method = self.method
-        words = [word for name in method.levers for word in ("--with", name)]
-        words += ["--stride", str(method.stride)] if method.stride else []
-        words += ["--flat"] if method.flat else []
-        words += [] if method.order == Method().order else ["--order", method.order]
-        return words + [word for change in self.change for word in ("--set", change)]
-
 
 @dataclass(frozen=True)
 class Claim:

@@ -12,18 +12,16 @@ from typing import Any
 
 from underpar.core.run_folder import RunFolder
 from underpar.errors import RunError
-from underpar.lab.ablate import read_bpb
 from underpar.lab.claims import WITH, WITHOUT, Claim, read_claims
+from underpar.lab.measurement import Allowance, Measurement, guess, read_bpb
 from underpar.lab.variants import (
-    Allowance,
+    RECORD,
     Cell,
     Comparison,
     Protocol,
     Request,
     compare,
-    guess,
     make_cells,
-    open_measurement,
     summarize,
     values_beside,
 )
@@ -51,29 +49,20 @@ def plan_request(
     allowance: Allowance,
     num_at_once: int = 1,
 ) -> list[PlannedRun]:
-    """What `run_variants` with the same arguments would train."""
-    opened = open_measurement(request, data, out, device, num_at_once, known)
-    for kind, seconds in opened.so_far.seconds.items():
-        allowance.took(kind, seconds)
-    return plan_runs(opened.cells, opened.so_far.figures, out, allowance, num_at_once)
-
-
-def plan_runs(
-    cells: Sequence[Cell],
-    figures: Mapping[str, float],
-    out: Path,
-    allowance: Allowance,
-    num_at_once: int = 1,
-) -> list[PlannedRun]:
-    """What would be trained, in order, if the runs took as long as expected."""
+    """What `run_variants` with the same arguments would train, if runs took as expected."""
+    cells = make_cells(request)
+    figures = [cell.figure for cell in cells]
+    measurement = Measurement(figures, data, out, device, num_at_once, allowance)
+    measurement.recall(RECORD, known)
     by_run: dict[str, list[Cell]] = {}
     for cell in cells:
-        by_run.setdefault(cell.job.name, []).append(cell)
+        by_run.setdefault(cell.figure.job.name, []).append(cell)
     planned, free_at = [], [0.0] * num_at_once
     for name, uses in by_run.items():
-        seconds = guess("train", uses[0], allowance)
-        is_done = all(cell.key in figures for cell in uses)
-        if is_done or read_bpb(RunFolder(out / name), 0) is not None:
+        figure = uses[0].figure
+        seconds = guess("train", figure, allowance)
+        is_done = all(cell.figure.key in measurement.figures for cell in uses)
+        if is_done or read_bpb(measurement.folder(figure)) is not None:
             state = DONE
         elif allowance.has_time(min(free_at) + (seconds or 0.0)):
             state = RUNS
