@@ -68,6 +68,10 @@ def bench(
         list[str] | None,
         typer.Option("--compile", help="off, default, or a mode of torch.compile: B=max-autotune."),
     ] = None,
+    revision: Annotated[
+        list[str] | None,
+        typer.Option(help="A git revision of underpar, for 'step': B=HEAD~3."),
+    ] = None,
     at: Annotated[
         float, typer.Option(help="Progress of training, 0 to 1: sets loops and context.")
     ] = 0.0,
@@ -88,6 +92,7 @@ def bench(
     underpar bench step pr2014 pr2014 --compile B=max-autotune-no-cudagraphs
     underpar bench step h200-300s h200-300s --set B=levers.lanes=false
     underpar bench step demo demo demo --candidate B=b.py --candidate C=c.py
+    underpar bench step h200-300s h200-300s --revision A=HEAD~3
     underpar bench operator mlp h200-300s h200-300s --candidate B=FILE.py
     underpar bench scoring h200-300s h200-300s --attention B=flash
     underpar bench roofline h200-300s --out roof
@@ -104,6 +109,7 @@ def bench(
     from underpar.lab.bench_report import rows_of, sentence_of, write_bench
     from underpar.lab.benches import describe_benches, find_bench, refuse_options
     from underpar.lab.part_bench import compare_parts
+    from underpar.lab.revisions import open_revisions
     from underpar.lab.roofline import measure_ceilings, profile_recipe, to_markdown
     from underpar.lab.step_bench import LETTERS, compare_steps, open_sides, read_variants
 
@@ -118,6 +124,8 @@ def bench(
         "attention": attention or [],
         "compiled": compile_ or [],
     }
+    if name != "step":
+        refuse_options(name, {"revision": revision or []})
     if name == "codec":
         refuse_options(name, options)
         _bench_codec([Path(side) for side in sides or ()], out, device, json)
@@ -136,8 +144,13 @@ def bench(
         show_json(roofline.as_dict()) if json else typer.echo(to_markdown(roofline))
         return
     if name == "step":
-        opened = open_sides(read_variants(sides or (), options), at, open_runtime(device), progress)
-        steps = compare_steps(opened, *settings, progress)
+        variants = read_variants(sides or (), options | {"revision": revision or []})
+        if any(variant.revision for variant in variants):
+            with open_revisions(variants, at, device, progress) as (resident, twin):
+                steps = compare_steps(resident, *settings, progress, twin)
+        else:
+            opened = open_sides(variants, at, open_runtime(device), progress)
+            steps = compare_steps(opened, *settings, progress)
         results = [(step.bench, step.details()) for step in steps]
     elif name in ("operator", "scoring"):
         words = sides or []

@@ -67,6 +67,8 @@ class Bench:
     label_b: str = "B"
     synchronize: Callable[[], None] = no_synchronize
     check: Call | None = None
+    twin: Call | None = None
+    """A once more, for the control, if variants run in processes of their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,12 +122,13 @@ def run_benches(
     assert all(bench.a is first.a for bench in benches)
     for bench in benches:
         _run_check(bench)
+    control = replace(first, b=first.a if first.twin is None else first.twin)
     variants = [first.a, *(bench.b for bench in benches)]
+    variants += [] if first.twin is None else [first.twin]
     _warm_up(first, variants, warmup_seconds, instruments.clock)
     calls = _calibrate(first, variants, min_block_seconds, instruments.clock)
     # The blocks of each bench; the control, whose blocks all of them share, comes last.
     blocks: list[list[Block]] = [[] for _ in benches]
-    control = replace(first, b=first.a)
     turns: list[tuple[Bench, Series, list[list[Block]]]] = [
         (bench, "measured", [own]) for bench, own in zip(benches, blocks, strict=True)
     ]

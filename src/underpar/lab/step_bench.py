@@ -21,7 +21,7 @@ from functools import partial
 from itertools import cycle
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -77,6 +77,8 @@ class Variant:
     candidates: tuple[Path, ...] = ()
     attention: str = "auto"
     compiled: str = "default"
+    revision: str = ""
+    """A git revision of underpar; it runs in a process of its own (revisions.py)."""
 
     def words(self) -> list[str]:
         """What is special about it, in a few words each."""
@@ -84,6 +86,7 @@ class Variant:
         words += [candidate.stem for candidate in self.candidates]
         words += [f"attention {self.attention}"] if self.attention != "auto" else []
         words += [f"compile {self.compiled}"] if self.compiled != "default" else []
+        words += [f"revision {self.revision}"] if self.revision else []
         return words
 
     def label(self, other: Variant) -> str:
@@ -124,6 +127,71 @@ def _is_for(letter: str, text: str) -> bool:
     return text[:2] not in {f"{other}=" for other in LETTERS if other != letter}
 
 
+class Side(Protocol):
+    """What is compared and timed: a training step of this process, or of another one."""
+
+    variant: Variant
+    at: float
+    on_gpu: bool
+    dtype: torch.dtype
+    has_own_optimizer: bool
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of a step."""
+
+    @property
+    def sharing(self) -> HasGraphs | None:
+        """What compiles it; sides may share it."""
+
+    def claims(self) -> dict[str, Any]:
+        """Sides with equal claims must compute the same numbers."""
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """The weights of now, by name."""
+
+    def take_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Put these in place of the weights."""
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The loss of the first micro-batch, and its gradients by name; no step is taken."""
+
+    def exact_gradients(self) -> dict[str, Tensor]:
+        """The same by the network as it is, in fp32."""
+
+    def update_from(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Update the weights from these gradients; returns how much each weight changed."""
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """Moments of the optimizer, by name."""
+
+    def take_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
+        """Put these in place of the optimizer's."""
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+
+    def __call__(self) -> object:
+        """Take a step."""
+
+    def seconds(self, calls: int) -> float:
+        """Seconds of so many steps on the device, after one that is not timed."""
+
+    def describe(self, seconds: float) -> dict[str, Any]:
+        """What this side is, and its speed if a step takes so many seconds."""
+
+    def memory_bytes(self) -> int:
+        """Most memory of the device that its process has taken."""
+
+
+class HasGraphs(Protocol):
+    """A compiler that counts."""
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs compiled so far."""
+
+
 class TrainingStep:
     """One side: a network, its optimizer and its compiler. A call takes a step."""
 
@@ -138,6 +206,7 @@ class TrainingStep:
     ) -> None:
         """`at`: progress of training; `batches`: the micro-batches of some steps."""
         self.variant, self.recipe, self.runtime, self.at = variant, recipe, runtime, at
+        self.on_gpu, self.dtype = runtime.device.type == "cuda", runtime.dtype
         candidates = [load_candidate(path) for path in variant.candidates]
         for candidate in candidates:
             candidate.check(runtime.device)
@@ -156,7 +225,7 @@ class TrainingStep:
         self.averagers = [lever for lever in levers if hasattr(lever, "average")]
         for averager in self.averagers:
             averager.start(dict(self.model.state_dict()))
-        self.sharing = sharing
+        self.sharing: Sharing | None = sharing
         self.run: Eager = EAGER if sharing is None else TracedRun(sharing)
         # The exact gradients for the weights of now, once they are known.
         self.exact: dict[str, Tensor] | None = None
@@ -237,6 +306,40 @@ class TrainingStep:
         self.prepare()
         loss = self._accumulate(iter(self.batches), 1)
         return {"loss": loss} | _take_gradients(self.model)
+
+    def exact_gradients(self) -> dict[str, Tensor]:
+        """The same by the network as it is, in fp32."""
+        return exact_gradients(self)
+
+    def claims(self) -> dict[str, Any]:
+        """Parts of the recipe: sides with equal ones must compute the same numbers."""
+        tree = to_tree(self.recipe)
+        return {part: tree.get(part) for part in ("model", "levers", "train")}
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """The weights of now, by name."""
+        return self.model.state_dict()
+
+    def take_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Put these in place of the weights."""
+        self.model.load_state_dict(weights)
+        self.exact = None
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """Moments of the optimizer, by name."""
+        return self.optimizer.state()
+
+    def take_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
+        """Put these in place of the optimizer's."""
+        self.optimizer.load(state)
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        self.runtime.synchronize()
+
+    def memory_bytes(self) -> int:
+        """Most memory of the device that tensors of this process have taken."""
+        return torch.cuda.max_memory_allocated() if self.on_gpu else 0
 
     def update_from(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Update the weights from these gradients; returns how much each weight changed."""
@@ -408,26 +511,18 @@ def _take_gradients(model: Network) -> dict[str, Tensor]:
     return grads
 
 
-def are_same_function(a: TrainingStep, b: TrainingStep) -> bool:
-    """Whether the sides claim to compute the same numbers: their recipes say so."""
-    parts = ("model", "levers", "train")
-    one, other = (to_tree(side.recipe) for side in (a, b))
-    return all(one.get(part) == other.get(part) for part in parts)
-
-
-def require_agreement(a: TrainingStep, b: TrainingStep, letter: str = "B") -> dict[str, Any]:
+def require_agreement(a: Side, b: Side, letter: str = "B") -> dict[str, Any]:
     """The errors of both sides' loss and gradients; raises if they are no rounding errors."""
-    same = are_same_function(a, b)
+    same = a.claims() == b.claims()
     if same and b is not a:
-        b.model.load_state_dict(a.model.state_dict())
-        b.exact = None
-    exact = exact_gradients(a)
+        b.take_weights(a.weights())
+    exact = a.exact_gradients()
     errors = {"A": _errors("A", a, exact)}
     if b is not a:
-        errors["B"] = _errors(letter, b, exact if same else exact_gradients(b))
+        errors["B"] = _errors(letter, b, exact if same else b.exact_gradients())
     if same and b is not a:
         # What rounding does to A explains the same in B.
-        require_small(letter, errors["B"], errors["A"], exact, b.runtime.dtype)
+        require_small(letter, errors["B"], errors["A"], exact, b.dtype)
         if a.has_own_optimizer or b.has_own_optimizer:
             errors["update"] = _require_equal_updates(a, b, letter)
     shown = {
@@ -456,12 +551,14 @@ def require_small(
             )
 
 
-def _require_equal_updates(a: TrainingStep, b: TrainingStep, letter: str) -> dict[str, float]:
+def _require_equal_updates(a: Side, b: Side, letter: str) -> dict[str, float]:
     """Errors of B's update of the weights, against that of A from the same gradients."""
     gradients = a.gradients()
-    b.optimizer.load(a.optimizer.state())
-    table = relative_errors(*(side.update_from(gradients) for side in (b, a)))
-    limit = UPDATE_LIMITS[a.runtime.dtype]
+    # Twice, because the first update of all has no momentum.
+    for _ in range(2):
+        b.take_optimizer_state(a.optimizer_state())
+        table = relative_errors(*(side.update_from(gradients) for side in (b, a)))
+    limit = UPDATE_LIMITS[a.dtype]
     worst = max(table, key=table.__getitem__)
     if not table[worst] <= limit:
         raise BenchError(
@@ -487,7 +584,7 @@ def _size(item: tuple[str, float]) -> float:
     return item[1]
 
 
-def _errors(letter: str, side: TrainingStep, exact: Mapping[str, Tensor]) -> dict[str, float]:
+def _errors(letter: str, side: Side, exact: Mapping[str, Tensor]) -> dict[str, float]:
     """The relative error of the loss, of each gradient, and of all gradients together ("all")."""
     got = side.gradients()
     if got.keys() != exact.keys():
@@ -496,7 +593,7 @@ def _errors(letter: str, side: TrainingStep, exact: Mapping[str, Tensor]) -> dic
             f"{letter} and its network as it is differ in whether {name} has a gradient"
         )
     table = relative_errors(got, exact)
-    limit = LIMITS[side.runtime.dtype][2]
+    limit = LIMITS[side.dtype][2]
     if not max(table["all"], table["loss"]) <= limit:
         raise BenchError(
             f"{letter} is wrong: its loss differs by {table['loss']:.1e} and its gradients by "
@@ -523,13 +620,17 @@ class StepResult:
 
 
 def compare_steps(
-    sides: Sequence[TrainingStep],
+    sides: Sequence[Side],
     quads: int = 12,
     block_seconds: float = 2.0,
     warmup_seconds: float = 30.0,
     progress: Progress = SILENT,
+    twin: Side | None = None,
 ) -> list[StepResult]:
-    """Check that all sides are right, then time the first one, A, and the others in turns."""
+    """Check that all sides are right, then time the first one, A, and the others in turns.
+
+    `twin`: A once more in another process, for the control; each side then has its own process.
+    """
     a, *others = sides
     for letter, side in zip(LETTERS[1:], others, strict=False):
         if a.step_tokens != side.step_tokens:
@@ -537,7 +638,6 @@ def compare_steps(
                 f"a step of A has {a.step_tokens} tokens, one of {letter} {side.step_tokens}: "
                 "make them equal"
             )
-    on_gpu = a.runtime.device.type == "cuda"
     checks: list[dict[str, Any]] = [{} for _ in others]
     benches = [
         Bench(
@@ -547,19 +647,21 @@ def compare_steps(
             b=side,
             label_a=a.variant.label(side.variant),
             label_b=side.variant.label(a.variant),
-            synchronize=a.runtime.synchronize,
+            synchronize=a.synchronize,
             check=partial(_check, a, side, letter, check),
+            twin=twin,
         )
         for side, letter, check in zip(others, LETTERS[1:], checks, strict=False)
     ]
     before = num_graphs(*sides)
-    if on_gpu:
+    if isinstance(a, TrainingStep) and a.on_gpu:
         torch.cuda.reset_peak_memory_stats()
     settings = (quads, block_seconds, warmup_seconds, progress)
     with clock_log() as start_sample:
         results = run_benches(benches, *settings, Instruments(start_sample=start_sample))
     if num_graphs(*sides) > before:
         raise BenchError("a graph was compiled while steps were timed; nothing was measured")
+    resident = [a] if twin is None else [*sides, twin]
     return [
         StepResult(
             bench=result,
@@ -570,18 +672,18 @@ def compare_steps(
             at=a.at,
             check=check,
             num_graphs=before,
-            memory_bytes=torch.cuda.max_memory_allocated() if on_gpu else 0,
-            processes=1,
+            memory_bytes=sum(each.memory_bytes() for each in resident),
+            processes=len(resident),
         )
         for side, check, result in zip(others, checks, results, strict=True)
     ]
 
 
-def _check(a: TrainingStep, b: TrainingStep, letter: str, found: dict[str, Any]) -> None:
+def _check(a: Side, b: Side, letter: str, found: dict[str, Any]) -> None:
     found |= require_agreement(a, b, letter)
 
 
-def num_graphs(*sides: TrainingStep) -> int:
+def num_graphs(*sides: Side) -> int:
     """Graphs compiled so far; sides that share a compiler count once."""
     runs = {id(side.sharing): side.sharing.num_graphs for side in sides if side.sharing}
     return sum(runs.values())
