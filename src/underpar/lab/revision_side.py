@@ -53,6 +53,7 @@ class _Side:
         self._torch, self._module = torch, step_bench
 
     def open(self, variant: dict[str, Any], at: float, device: str) -> dict[str, Any]:
+        """Make the network and compile it; returns what the other process must know."""
         from underpar.core.runtime import open_runtime
         from underpar.recipe import to_tree
 
@@ -75,41 +76,53 @@ class _Side:
         }
 
     def weights(self, to: str) -> None:
+        """Write the weights of now."""
         self._save(self._step.model.state_dict(), to)
 
     def take_weights(self, path: str) -> None:
+        """Put those of a file in place of the weights."""
         self._step.model.load_state_dict(self._load(path))
         self._step.exact = None
 
     def gradients(self, to: str) -> None:
+        """Write the loss of the first micro-batch and its gradients."""
         self._save(self._step.gradients(), to)
 
     def exact_gradients(self, to: str) -> None:
+        """Write the same by the network as it is, in fp32."""
         self._save(self._module.exact_gradients(self._step), to)
 
     def update_from(self, path: str, to: str) -> None:
+        """Update the weights from the gradients of a file; write how much each changed."""
         self._save(self._step.update_from(self._load(path)), to)
 
     def optimizer_state(self, to: str) -> None:
+        """Write the moments of the optimizer."""
         self._save(self._step.optimizer.state(), to)
 
     def take_optimizer_state(self, path: str) -> None:
+        """Put those of a file in place of the optimizer's."""
         self._step.optimizer.load(self._load(path))
 
     def step(self) -> None:
+        """Take a step and wait for the device."""
         self._step()
         self._step.runtime.synchronize()
 
     def seconds(self, calls: int) -> float:
+        """Seconds of so many steps on the device, after one that is not timed."""
         return self._step.seconds(calls)
 
     def describe(self, seconds: float) -> dict[str, Any]:
+        """What this side is, and its speed if a step takes so many seconds."""
         return self._step.describe(seconds)
 
     def num_graphs(self) -> int:
+        """Graphs compiled so far."""
         return self._module.num_graphs(self._step)
 
     def memory_bytes(self) -> int:
+        """Most memory of the device that tensors have taken."""
         cuda = self._torch.cuda
         return cuda.max_memory_allocated() if self._step.runtime.device.type == "cuda" else 0
 
