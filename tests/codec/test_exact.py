@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import itertools
 import os
 import subprocess
 import sys
@@ -105,3 +106,41 @@ def test_long_documents_are_cut_after_whole_contexts(monkeypatch: pytest.MonkeyP
         decode_exact(predictor, payload, exact.MAX_LANES + 1, 999)
     with pytest.raises(CodecError, match="no end"):
         without_ends(joined[:-1])
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(1, 90), min_size=1, max_size=12), st.integers(1, 9))
+def test_the_longest_lane_is_as_short_as_it_can_be(sizes: list[int], most_lanes: int) -> None:
+    predictor = ExactPredictor(made_up("softcap"), CPU)
+    sequences = [np.full(size, 4 + i) for i, size in enumerate(sizes)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exact, "CUT_TOKENS", 32)
+        patch.setattr(exact, "MAX_LANES", most_lanes)
+        streams = cut(predictor, sequences)
+    assert np.array_equal(np.concatenate(streams), np.concatenate(sequences))
+    parts = [min(32, size - i) for size in sizes for i in range(0, size, 32)]
+    num_lanes = min(most_lanes, max(1, sum(sizes) // 32))
+    # All ways to cut the parts into so many lanes.
+    ways = itertools.combinations(range(1, len(parts)), min(num_lanes, len(parts)) - 1)
+    bounds = ([0, *way, len(parts)] for way in ways)
+    best = min(max(sum(parts[a:b]) for a, b in itertools.pairwise(way)) for way in bounds)
+    assert (len(streams) <= num_lanes, max(map(len, streams))) == (True, best)
+
+
+def test_lanes_follow_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    predictor = ExactPredictor(made_up("softcap"), CPU)
+    documents = with_ends([np.arange(4, 34)] * 400)
+    lane = predictor.lane_bytes(predictor.context)
+    assert len(cut(predictor, documents)) == 400 * 31 // exact.CUT_TOKENS
+    for lanes in (1, 4, 7):
+        monkeypatch.setattr(exact, "free_memory_bytes", lambda _, n=lanes: (n + 0.5) * lane / 0.6)
+        assert len(cut(predictor, documents)) == lanes
+
+
+def test_too_little_memory_is_refused_with_the_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    predictor = ExactPredictor(made_up("softcap"), CPU)
+    payload, num_lanes = encode_exact(predictor, [np.arange(4, 400)] * 8)
+    monkeypatch.setattr(predictor, "lane_bytes", lambda length: 4e9)
+    monkeypatch.setattr(exact, "free_memory_bytes", lambda _: 7.5e9)
+    with pytest.raises(CodecError, match=r"3 lanes .* 12\.0 GB of memory, 7\.5 GB are free"):
+        decode_exact(predictor, payload, num_lanes, 9999)

@@ -199,11 +199,19 @@ def compressed(f: Figures, source: object, out: object) -> Result:
         ("against the file", change_text(size / max(raw, 1))),
         ("xz -9", bytes_text(xz)),
         ("mode", f"{f['mode']}, {count_text(f['documents'], 'document')}"),
+        ("lanes", _lanes(f)),
         ("decoded as a check", "yes" if f["verified"] else "no, and the file says so"),
         ("of which header", bytes_text(f["header_bytes"])),
         ("with the model", bytes_text(f["with_artifact_bytes"])),
     ]
     return Result(sentence, rows)
+
+
+def _lanes(f: Figures) -> str:
+    """Of a compressed file: how many are decoded side by side, and with how much memory."""
+    if not f["decoder_bytes"]:
+        return f"{f['lanes']:,}"
+    return f"{f['lanes']:,}, which take a decoder up to {f['decoder_bytes'] / 1e9:,.2f} GB"
 
 
 def decompressed(f: Figures, source: object, out: object) -> Result:

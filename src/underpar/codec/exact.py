@@ -10,11 +10,14 @@ each lane; then exact_streams.py's.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
 from underpar.codec.exact_streams import decode_streams, encode_streams
 from underpar.codec.lanes import OnShare
+from underpar.core.runtime import free_memory_bytes
+from underpar.core.words import count_text
 from underpar.errors import CodecError
 from underpar.infer.exact_predictor import ExactPredictor
 from underpar.infer.experts import Ints
@@ -23,9 +26,9 @@ from underpar.seams import BOS_ID
 # A lane has about this many tokens at least, because it takes some three bytes, and inside of a
 # document its first token has no context.
 CUT_TOKENS = 1024
-MAX_LANES = 256
-# The most memory of keys and values, and the number of lanes that are used in any case.
-MOST_LANE_BYTES, FEW_LANES = 8 << 30, 16
+MAX_LANES = 512
+# The share of free memory that an encoder takes for keys and values, and a decoder.
+ENCODER_SHARE, DECODER_SHARE = 0.6, 0.9
 
 
 def encode_exact(
@@ -48,20 +51,31 @@ def decode_exact(
     on_share: OnShare | None = None,
 ) -> Ints:
     """The sequences, joined; a payload of more than `most_tokens` targets is refused."""
+    lengths = lengths_of(payload, num_lanes)
+    total, longest = int(lengths.sum()), int(lengths.max())
+    if total > most_tokens:
+        raise CodecError("compressed stream holds more text than its header says: damaged")
+    if lengths.min() == 0 or longest > total // num_lanes + _part_tokens(predictor):
+        raise CodecError("compressed stream has lanes that no encoder cuts: damaged")
+    needed, free = lanes_bytes(predictor, lengths), free_memory_bytes(predictor.device)
+    if needed > DECODER_SHARE * free:
+        raise CodecError(
+            f"the {count_text(num_lanes, 'lane')} of this file may need {needed / 1e9:,.1f} GB of "
+            f"memory, {free / 1e9:,.1f} GB are free: decompress where there is more, or compress "
+            "the original with this much"
+        )
+    rest = payload[1 + payload[0] * num_lanes :]
+    streams = decode_streams(predictor, rest, lengths.tolist(), _Meter(on_share, total))
+    return np.concatenate(streams)
+
+
+def lengths_of(payload: bytes, num_lanes: int) -> Ints:
+    """The lengths of a payload's lanes."""
     width = payload[0] if payload else 0
     size = 1 + width * num_lanes
     if width not in (2, 4) or len(payload) < size or not 1 <= num_lanes <= MAX_LANES:
         raise CodecError("compressed stream is cut short or damaged")
-    lengths = np.frombuffer(payload, f"<u{width}", num_lanes, offset=1).astype(np.int64)
-    total, longest = int(lengths.sum()), int(lengths.max())
-    if total > most_tokens:
-        raise CodecError("compressed stream holds more text than its header says: damaged")
-    # So that memory is in proportion to the text, as it was for the encoder.
-    fits = num_lanes <= _most_lanes(predictor, longest)
-    if lengths.min() == 0 or longest > total // num_lanes + _part_tokens(predictor) or not fits:
-        raise CodecError("compressed stream has lanes that no encoder cuts: damaged")
-    streams = decode_streams(predictor, payload[size:], lengths.tolist(), _Meter(on_share, total))
-    return np.concatenate(streams)
+    return np.frombuffer(payload, f"<u{width}", num_lanes, offset=1).astype(np.int64)
 
 
 def with_ends(documents: Sequence[Ints]) -> list[Ints]:
@@ -78,17 +92,37 @@ def without_ends(targets: Ints) -> list[Ints]:
 
 
 def cut(predictor: ExactPredictor, sequences: Sequence[Ints]) -> list[Ints]:
-    """All sequences, joined and cut into lanes of about equal length, none empty."""
+    """All sequences, joined and cut into lanes whose longest is as short as can be, none empty.
+
+    Free memory limits the number of lanes.
+    """
     size = _part_tokens(predictor)
     parts = [s[i : i + size] for s in sequences for i in range(0, len(s), size)]
-    lengths = np.array([len(part) for part in parts])
-    few = max(1, int(lengths.sum()) // CUT_TOKENS)
-    num_lanes = min(_most_lanes(predictor, predictor.context), len(parts), few)
-    # A part belongs to the lane in whose share of all tokens it begins.
-    lanes = (np.cumsum(lengths) - lengths) * num_lanes // int(lengths.sum())
-    firsts = np.flatnonzero(np.diff(lanes, prepend=-1))
-    ends = np.append(firsts[1:], len(parts))
-    return [np.concatenate(parts[a:b]) for a, b in zip(firsts, ends, strict=True)]
+    lengths = [len(part) for part in parts]
+    ends = np.cumsum(lengths)
+    room = ENCODER_SHARE * free_memory_bytes(predictor.device)
+    fitting = max(1.0, room // predictor.lane_bytes(predictor.context))
+    num_lanes = int(min(MAX_LANES, fitting, max(1, ends[-1] // CUT_TOKENS)))
+    # A share of the whole may be too short for a lane of whole parts; with a part more it is not.
+    share = -(-int(ends[-1]) // num_lanes)
+    too_short, enough = max(share, *lengths) - 1, share + max(lengths)
+    while enough - too_short > 1:
+        middle = (too_short + enough) // 2
+        if len(_filled(ends, middle)) <= num_lanes:
+            enough = middle
+        else:
+            too_short = middle
+    bounds = _filled(ends, enough)
+    return [np.concatenate(parts[a:b]) for a, b in pairwise([0, *bounds])]
+
+
+def _filled(ends: Ints, most: int) -> list[int]:
+    """Where lanes of at most so many tokens end, as numbers of parts, which end at `ends`."""
+    bounds = [0]
+    while bounds[-1] < len(ends):
+        before = ends[bounds[-1] - 1] if bounds[-1] else 0
+        bounds.append(int(np.searchsorted(ends, before + most, side="right")))
+    return bounds[1:]
 
 
 def _part_tokens(predictor: ExactPredictor) -> int:
@@ -96,8 +130,9 @@ def _part_tokens(predictor: ExactPredictor) -> int:
     return -(-CUT_TOKENS // predictor.context) * predictor.context
 
 
-def _most_lanes(predictor: ExactPredictor, length: int) -> int:
-    return min(MAX_LANES, max(FEW_LANES, MOST_LANE_BYTES // predictor.lane_bytes(length)))
+def lanes_bytes(predictor: ExactPredictor, lengths: Ints) -> int:
+    """The most memory that keys and values of lanes of these lengths take while they decode."""
+    return len(lengths) * predictor.lane_bytes(int(lengths.max()))
 
 
 class _Meter:

@@ -17,7 +17,14 @@ import numpy as np
 import torch
 
 from underpar.codec.adapted import Adaptation, decode_adapted, encode_adapted
-from underpar.codec.exact import decode_exact, encode_exact, with_ends, without_ends
+from underpar.codec.exact import (
+    decode_exact,
+    encode_exact,
+    lanes_bytes,
+    lengths_of,
+    with_ends,
+    without_ends,
+)
 from underpar.codec.frame import (
     ADAPTED,
     EXACT,
@@ -194,6 +201,12 @@ class Codec:
             return self._checked(header, header.separator.join(map(self._text, pieces)))
         # Decoded as one text, because a lane may end between an operator and its word.
         return self._checked(header, self._text([token for piece in pieces for token in piece]))
+
+    def decoder_bytes(self, frame: Frame) -> int:
+        """Memory that the lanes of a file in exact mode may need; 0 in other modes."""
+        if frame.header.mode != EXACT:
+            return 0
+        return lanes_bytes(self._exact(), lengths_of(frame.payload, frame.header.num_lanes))
 
     def _documents(self, data: bytes, separator: bytes, adapt: bool) -> list[np.ndarray]:
         """Tokens of the documents: parts between separators, or cuts of about equal length."""

@@ -206,11 +206,15 @@ def num_cores() -> int:
 
 
 def free_memory_bytes(device: torch.device) -> float:
-    """Memory that a device can still give: of a GPU, or of this machine; infinity if unknown."""
+    """Memory that a device can still give: of a GPU, or of this machine; infinity if unknown.
+
+    Memory that torch keeps for its next tensors counts as free.
+    """
     import torch
 
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + kept
     try:
         lines = _MEMORY.read_text().splitlines()
         return next(1024.0 * int(line.split()[1]) for line in lines if "MemAvailable" in line)

@@ -29,9 +29,10 @@ from underpar.recipe import ModelSpec
 POINTS, NUM_POINTS = 1 << 10, 1 << 15
 # The largest weight of a row as an integer. A sum of 2^22 of them is exact.
 WEIGHT_BITS = 30
-# Queries of a block, and scores of a block: a block should stay in a processor's cache.
+# Queries of a block, and scores of a block: a block should stay in a processor's cache. On a GPU
+# blocks are large, because a host that launches many small ones is slower than the GPU.
 QUERIES, SCORES = 256, 1 << 18
-CUDA_SCORES = 1 << 22
+CUDA_SCORES = 1 << 26
 
 
 @cache
@@ -44,9 +45,9 @@ def _table(bits: int, device: torch.device) -> Tensor:
 
 
 def weights_of(scores: Tensor, bits: int = WEIGHT_BITS) -> Tensor:
-    """Integers in float64 in proportion to e^score along the last dimension, the largest 2^bits."""
+    """Integers in float64 in proportion to e^(score / POINTS), the largest in a row 2^bits."""
     below = scores.amax(-1, keepdim=True) - scores
-    index = below.mul_(POINTS).clamp_(max=NUM_POINTS - 1).round_().long()
+    index = below.clamp_(max=NUM_POINTS - 1).round_().long()
     return _table(bits, scores.device).take(index)
 
 
@@ -62,7 +63,8 @@ def attend_exactly(
     `seen` (B or 1, Q, S) says which keys a query sees; it sees one at least.
     """
     rows, row_step = em.to_integers(q, em.bits_of_factors(q.size(-1)))
-    row_step = row_step * (1.0 / math.sqrt(q.size(-1)))
+    # A power of two changes no other bit: the scores are those in nats, times POINTS.
+    row_step = row_step * (1.0 / math.sqrt(q.size(-1))) * POINTS
     keys, key_steps = k
     scores = (rows @ keys.mT).mul_(row_step).mul_(key_steps.mT)
     weights = weights_of(scores.masked_fill_(~seen, -math.inf))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from underpar.data.batch import Batch, segments_from_starts
 from underpar.errors import RuleError
-from underpar.infer.exact_attention import ExactLanes, ExactPack, weights_of
+from underpar.infer.exact_attention import POINTS, ExactLanes, ExactPack, weights_of
 from underpar.infer.exact_math import divide
 from underpar.infer.exact_mode import ExactMode
 from underpar.infer.experts import Ints
@@ -39,7 +39,7 @@ LOOK_BACK = 2
 def ends_of(logits: Tensor) -> Tensor:
     """The ends (n, V) of tokens' intervals, integers in float64, of logits (n, V)."""
     vocab_size = logits.size(-1)
-    weights = weights_of(logits, _WEIGHT_BITS)
+    weights = weights_of(logits * POINTS, _WEIGHT_BITS)
     share = divide(float(TOTAL - vocab_size), weights.sum(-1, keepdim=True))
     ends = weights.mul_(share).floor_().add_(1.0).cumsum(-1)
     # The last token has what rounding down left over.

@@ -6,6 +6,7 @@ import lzma
 import sys
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def open_codec(artifact_path: Path, runtime: Runtime) -> Codec:
         tokenizer,
         identity,
         lambda: open_adaptation(artifact, runtime),
-        lambda: build_exact_predictor(artifact, runtime.device),
+        cache(lambda: build_exact_predictor(artifact, runtime.device)),
     )
 
 
@@ -119,6 +120,8 @@ def compress(
         "bits_per_byte": 8 * len(compressed) / max(1, len(data)),
         "mode": MODE_NAMES[frame.header.mode],
         "documents": frame.header.num_documents,
+        "lanes": frame.header.num_lanes,
+        "decoder_bytes": codec.decoder_bytes(frame),
         "verified": frame.verified,
         "xz_bytes": len(lzma.compress(data, preset=9)),
         "with_artifact_bytes": len(compressed) + artifact.stat().st_size,
