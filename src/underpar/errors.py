@@ -47,6 +47,10 @@ class ArtifactError(UnderparError):
     """A model file that is damaged, foreign or over its cap."""
 
 
+class DivergedError(ArtifactError):
+    """A run whose weights, logits or gradients are not finite: there is no model to pack."""
+
+
 class CodecError(UnderparError):
     """A compressed stream that is damaged or was made by another artifact or machine."""
 

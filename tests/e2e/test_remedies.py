@@ -6,9 +6,14 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from commands import run
+import pytest
+
+from commands import invoke, run
 from small_data import prose, write_jsonl
 from tiny import TinyRun
+from underpar.core.run_folder import RunFolder
+from underpar.core.tensor_files import read_tensors, save_tensors
+from underpar.errors import DivergedError
 
 Fails = Callable[..., str]
 
@@ -42,6 +47,40 @@ def test_files_of_a_run_in_a_folder_with_a_space(
     (folder / "score-plain.json").write_text("{")
     run(*quoted_words(fails("report", folder)))
     run("report", folder)
+
+
+def test_a_run_that_diverged(
+    tiny_run: TinyRun, tmp_path: Path, fails: Fails, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder(shutil.copytree(tiny_run.folder.path, tmp_path / "my run"))
+    tensors, about = read_tensors(folder.weights_file)
+    for tensor in (t for t in tensors.values() if t.ndim == 2):
+        tensor.fill_(3e38)[0] *= -1
+    save_tensors(folder.weights_file, tensors, about)
+    slower = quoted_words(fails("calibrate", folder.path))
+
+    def diverge(*_: object) -> None:
+        raise DivergedError("a Hessian is NaN or infinite")
+
+    monkeypatch.setattr("underpar.stages.pack.open_pack_job", diverge)
+    for stage in ("quantize", "pack"):
+        assert quoted_words(fails(stage, folder.path)) == slower
+    run(*slower, "--set", "train.budget_steps=2")
+    new = RunFolder(tmp_path / "my run-lower-rate").read_recipe()
+    assert new.train.matrix_lr == tiny_run.recipe.train.matrix_lr / 2
+
+
+def test_a_text_whose_name_begins_with_a_dash(
+    tmp_path: Path, fails: Fails, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "-x.jsonl", prose(60))
+    words = ["data", "build", "-x.jsonl", "--out", "data", "--set", "model.vocab_size=400"]
+    result = invoke(*words)
+    assert result.exit_code == 2
+    assert "name the file as ./-x.jsonl" in result.output
+    assert "name the file" not in invoke("data", "build", "-y.jsonl", "--out", "data").output
+    run(*("./-x.jsonl" if word == "-x.jsonl" else word for word in words))
 
 
 def test_a_damaged_data_folder(tiny_run: TinyRun, tmp_path: Path, fails: Fails) -> None:

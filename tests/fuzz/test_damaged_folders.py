@@ -11,6 +11,7 @@ import shutil
 import signal
 import struct
 import tracemalloc
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from commands import invoke
 from damage import damage, edit_json, edit_lines, edit_tensors, edit_toml, edit_tree
 from tiny import TinyRun
 from underpar.audit.case import hash_files
+from underpar.audit.rules import RULES as AUDIT_RULES
 from underpar.audit.rules import run_audit
 from underpar.build.artifact import read_artifact
 from underpar.codec.frame import read_frame
@@ -50,7 +52,10 @@ from underpar.train.checkpoint import Position, read_checkpoint
 from underpar.train.evidence import NOTHING, next_hash, read_account, read_chain
 from underpar.train.guard import read_reference
 
-QUICK_CASES, MANY_CASES = 1000, 10_000
+# Of each file: damaged or edited in turn.
+QUICK_CASES, MANY_CASES = 200, 500
+# One round in so many is tried with the heavy readers, and an audit judges by so many rules.
+HEAVY_ROUNDS, DRAWN_RULES = 20, 4
 # Memory that a case may take (packing any model takes 0.7 GB), and seconds after which it hangs.
 MOST_BYTES, MOST_SECONDS = 1 << 30, 120
 RULES = ("blocks.*.attn.q.weight grid8+columns", "blocks.*.mlp.* gptq6:12.85", "* fp16")
@@ -64,7 +69,7 @@ class Target:
     """A file, what reads it, and an edit that keeps it well formed and its checksum right.
 
     `guarded` files have a checksum: of them, no damage to bytes may pass. `heavy` readers take
-    seconds and run on few cases.
+    seconds and run on few cases, damaged and edited in turn.
     """
 
     name: str
@@ -168,26 +173,33 @@ def attempt(target: Target, case: str, reader: Callable[[], object], watch: bool
     return True
 
 
+def overwrite(path: Path, content: bytes) -> None:
+    """Write into the file as it is: cutting it to nothing first takes a hundred times as long."""
+    with path.open("r+b") as file:
+        file.write(content)
+        file.truncate()
+
+
 def run_cases(targets: list[Target], num_cases: int, seed: int) -> dict[str, list[int]]:
-    """Damage files in turn; returns accepted and refused cases per target."""
+    """Damage each file so often, in turn; returns refused and accepted cases per target."""
     print(f"seed {seed}")
     whole = {target.path: target.path.read_bytes() for target in targets}
     counts = {target.name: [0, 0] for target in targets}
-    for number in range(num_cases):
-        target = targets[number % len(targets)]
+    for number in range(num_cases * len(targets)):
+        target, round_ = targets[number % len(targets)], number // len(targets)
         rng = random.Random(f"{seed} {number}")
-        good, edited = whole[target.path], bool(number // len(targets) % 2)
+        good, edited = whole[target.path], bool(round_ % 2)
         content = target.edit(good, rng) if edited else damage(good, rng)
         if content == good:
             continue
         case = f"seed {seed}, case {number}, {target.name}, {'edited' if edited else 'damaged'}"
-        target.path.write_bytes(content)
-        is_heavy = number // len(targets) % 20 in (10, 11)
+        overwrite(target.path, content)
+        is_heavy = round_ % (2 * HEAVY_ROUNDS) in (HEAVY_ROUNDS, HEAVY_ROUNDS + 1)
         readers = target.readers + (target.heavy if is_heavy else ())
         try:
-            accepted = [attempt(target, case, r, watch=number % 17 == 1) for r in readers]
+            accepted = [attempt(target, case, r, watch=number % 61 == 1) for r in readers]
         finally:
-            target.path.write_bytes(good)
+            overwrite(target.path, good)
         assert edited or not (target.guarded and any(accepted)), f"{case}: damage passed"
         counts[target.name][all(accepted)] += 1
     return counts
@@ -220,7 +232,10 @@ def targets(tiny_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> list
     position = Position(tiny_run.recipe.hash, identity)
 
     def audit() -> None:
-        run_audit(open_case(folder, CPU, AuditRequest(data_path, num_documents=1, code_tokens=20)))
+        opened = open_case(folder, CPU, AuditRequest(data_path, num_documents=1, code_tokens=20))
+        damaged = (folder.score_file("adapt"), data_path / "manifest.json")
+        rng = random.Random(zlib.crc32(b"".join(path.read_bytes() for path in damaged)))
+        run_audit(opened, rules=rng.sample([*AUDIT_RULES], DRAWN_RULES))
 
     def case() -> None:
         open_case(folder, CPU, AuditRequest(data_path, num_documents=1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -48,15 +49,28 @@ class ByPanel(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command. typer would end a broken pipe with 1, the exit code of a failed audit."""
+        words = [*ctx.args]
         try:
             return super().invoke(ctx)
         except BrokenPipeError as error:
             raise typer.Exit(BROKEN_PIPE) from error
+        except Exception as error:
+            _hint_at_file(error, words)
+            raise
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Names of all commands."""
         places = [name for names in PANELS.values() for name in names]
         return sorted(self.commands, key=places.index)
+
+
+def _hint_at_file(error: Exception, words: list[str]) -> None:
+    """Say of an unknown option that is a file how the file is named."""
+    # typer's NoSuchOption has no public name.
+    option = vars(error).get("option_name")
+    files = [w for w in words if option and w.startswith(option) and Path(w).is_file()]
+    if files:
+        vars(error)["message"] += f"; name the file as {shlex.quote(f'./{files[0]}')}"
 
 
 app = typer.Typer(

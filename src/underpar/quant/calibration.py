@@ -23,7 +23,7 @@ from underpar.core.runtime import Runtime
 from underpar.data.batch import Batch, segments_from_starts
 from underpar.data.folder import DataFolder
 from underpar.data.loader import Loader, MicroBatch, prefetch
-from underpar.errors import ArtifactError, RuleError
+from underpar.errors import DivergedError, RuleError
 from underpar.model.gpt import Block
 from underpar.model.kv_cache import PackedCache
 from underpar.model.network import Network, as_scored, products
@@ -180,7 +180,7 @@ def collect(model: Network, text: Text, runtime: Runtime) -> Calibration:
     for site, names in shared.items():
         hessian = sums[site].symmetric()
         if not hessian.isfinite().all():
-            raise ArtifactError(f"inputs of {names[0]} are NaN or infinite; the run diverged")
+            raise DivergedError(f"inputs of {names[0]} are NaN or infinite")
         hessians |= dict.fromkeys(names, hessian)
         num_inputs |= dict.fromkeys(names, int(sums[site].num_inputs))
         largest |= dict.fromkeys(names, float(sums[site].largest))

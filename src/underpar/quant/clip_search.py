@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from underpar.errors import ArtifactError
+from underpar.errors import DivergedError
 from underpar.quant.gptq import round_to_nearest
 from underpar.quant.row_steps import SMALLEST_STEP
 
@@ -24,7 +24,7 @@ QUANTILES = (1.0, 0.99999, 0.9999, 0.9995, 0.999)
 def search_steps(weight: Tensor, limit: int, quantiles: Sequence[float] = QUANTILES) -> Tensor:
     """The step (R, 1) of least squared error of each row, with integers -`limit` ... `limit`."""
     if not weight.isfinite().all():
-        raise ArtifactError("a weight is NaN or infinite; the run diverged, nothing to pack")
+        raise DivergedError("a weight is NaN or infinite")
     tries = quantile_steps(weight, limit, quantiles)
     best_steps = (weight.abs().amax(dim=1, keepdim=True) / limit).clamp_min(SMALLEST_STEP)
     best_errors = torch.full_like(best_steps, torch.inf)

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from underpar.core.dist import sum_over_ranks
 from underpar.core.runtime import Runtime
-from underpar.errors import ArtifactError
+from underpar.errors import DivergedError
 from underpar.model.network import ROWS, Network, as_scored, products
 from underpar.quant.calibration import (
     HEAD,
@@ -92,7 +92,7 @@ def measure(model: Network, text: Text, runtime: Runtime, seed: int = SEED) -> F
     means[model.head_name] = head / num_tokens
     for name, mean in means.items():
         if not mean.isfinite().all():
-            raise ArtifactError(f"gradients at {name} are NaN or infinite; the run diverged")
+            raise DivergedError(f"gradients at {name} are NaN or infinite")
     return Fisher(means, table.squares / num_tokens, int(num_tokens))
 
 
@@ -144,7 +144,7 @@ def _score(
         capped = model.cap(raw)
         # Checked before sampling: on a GPU, sampling from NaN kills the process.
         if not capped.isfinite().all():
-            raise ArtifactError("logits are NaN or infinite; the run diverged, nothing to pack")
+            raise DivergedError("logits are NaN or infinite")
         (slope,) = torch.autograd.grad(capped.sum(), raw, retain_graph=True)
         log_probs = capped.float().log_softmax(-1)
         probs = log_probs.detach().exp()

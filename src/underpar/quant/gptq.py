@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from underpar.errors import ArtifactError, RecipeError
+from underpar.errors import ArtifactError, DivergedError, RecipeError
 from underpar.quant.trellis import LARGEST_CODE
 from underpar.quant.viterbi import Viterbi, trace
 
@@ -117,7 +117,7 @@ def round_to_nearest(weight: Tensor, steps: Tensor, limit: int = 0) -> Tensor:
 def invert(hessian: Tensor, options: Options) -> Inverse:
     """The factor of a damped Hessian (..., C, C), for any number of solves."""
     if not hessian.isfinite().all():
-        raise ArtifactError("a Hessian is NaN or infinite; the run diverged, nothing to pack")
+        raise DivergedError("a Hessian is NaN or infinite")
     damped, dead = damp(hessian, options.damping)
     order = torch.arange(hessian.shape[-1], device=hessian.device).expand(dead.shape)
     if options.act_order:

@@ -23,7 +23,7 @@ from underpar.core.runtime import Runtime
 from underpar.data.batch import Batch
 from underpar.data.folder import DataFolder
 from underpar.data.loader import Loader, Place, prefetch
-from underpar.errors import ArtifactError
+from underpar.errors import DivergedError
 from underpar.model.network import ROWS, Network, as_scored, products
 from underpar.quant.calibration import hidden_of, require_training_split
 from underpar.schema import TrainPart
@@ -136,7 +136,7 @@ def fit_logits(
         held, taught = whole.cut(0, num_held), whole.cut(num_held, None)
         before = problem.measure(held, start).mean_nats
         if not math.isfinite(before):
-            raise ArtifactError("logits are NaN or infinite; the run diverged, nothing to fit")
+            raise DivergedError("logits are NaN or infinite")
         fitted = problem.descend(taught, start, num_steps)
         after = problem.measure(held, fitted).mean_nats
     # False for NaN too.

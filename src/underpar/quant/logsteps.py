@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from underpar.errors import ArtifactError
+from underpar.errors import ArtifactError, DivergedError
 
 STEPS_PER_OCTAVE = 16
 # Steps of 2^-32 ... 2^32: the sum of a row index and a column index is still a normal float.
@@ -44,9 +44,7 @@ def to_index(step: np.ndarray) -> np.ndarray:
     """The nearest index (int16) of each step, clipped to -512 ... 512; a step of 0 gets -512."""
     values = np.asarray(step, dtype=np.float64)
     if not np.isfinite(values).all() or (values < 0).any():
-        raise ArtifactError(
-            "a step is negative, NaN or infinite; the run diverged, nothing to pack"
-        )
+        raise DivergedError("a step is negative, NaN or infinite")
     # Mantissa and exponent are handled apart: the index of a step times a power of two then differs
     # by whole octaves, however log2 rounds.
     mantissas, exponents = np.frexp(np.maximum(values, 2.0**-64))

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from underpar.errors import ArtifactError, RecipeError
+from underpar.errors import ArtifactError, DivergedError, RecipeError
 from underpar.quant.allocate import RateCurve, count_ratios, deviations, divide
 from underpar.quant.clip_search import quantile_steps, search_steps
 from underpar.quant.logsteps import to_index
@@ -19,7 +19,7 @@ from underpar.quant.schemes import QuantizedTensor, Scheme, steps_of
 def round_tensor(weight: np.ndarray, scheme: Scheme, factor: float = 1.0) -> QuantizedTensor:
     """Round each row of `weight` to the nearest multiples of its step, times `factor`."""
     if not np.isfinite(weight).all():
-        raise ArtifactError("a weight is NaN or infinite; the run diverged, nothing to pack")
+        raise DivergedError("a weight is NaN or infinite")
     shape = tuple(weight.shape)
     if scheme.is_half:
         with np.errstate(over="ignore"):

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from underpar.errors import ArtifactError, RecipeError
+from underpar.errors import DivergedError, RecipeError
 from underpar.quant import gptq
 from underpar.quant.allocate import DAMPING, Sensitivity, allocate
 from underpar.quant.calibration import Calibration
@@ -116,7 +116,7 @@ class Solver:
                 f"quant.rules: {scheme} for {name!r}, whose inputs are not calibrated; use intB:k"
             )
         if not np.isfinite(weight).all():
-            raise ArtifactError(f"{name}: a weight is NaN or infinite; the run diverged")
+            raise DivergedError(f"{name}: a weight is NaN or infinite")
         if scheme.states:
             steps = allocate(
                 self.sensitivity[name],

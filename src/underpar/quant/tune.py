@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from underpar.core.dist import sum_over_ranks
 from underpar.core.runtime import Runtime
 from underpar.data.batch import Batch
-from underpar.errors import ArtifactError, RecipeError
+from underpar.errors import DivergedError, RecipeError
 from underpar.model.network import ROWS, Network, as_scored, products
 from underpar.model.sliced_head import backward_head
 from underpar.quant.calibration import Text, hidden_of, read
@@ -80,7 +80,7 @@ def tune(
             held, taught = examples[:num_held], examples[num_held:]
             before = student.divergence(held)
             if not math.isfinite(before):
-                raise ArtifactError("logits are NaN or infinite; the run diverged, nothing to tune")
+                raise DivergedError("logits are NaN or infinite")
             student.learn(taught, settings)
             tuned = [_to_half(parameter) for parameter in parameters]
             # False for NaN too, which a far too high rate leads to.

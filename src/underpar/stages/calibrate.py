@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from underpar.core.run_folder import RunFolder
 from underpar.core.runtime import Runtime
 from underpar.core.tensor_files import read_tensors, require_shapes
 from underpar.data.folder import DataFolder, data_identity, hash_file, load_data
-from underpar.errors import RecipeError, RunError
+from underpar.errors import DivergedError, RecipeError, RunError
 from underpar.infer.predictor import Predictor
 from underpar.model.network import Network
 from underpar.quant import fisher
@@ -29,6 +30,7 @@ from underpar.quant.files import Measured, save_measured
 from underpar.quant.rules import match_rules
 from underpar.recipe import Recipe
 from underpar.train.evidence import environment
+from underpar.train.guard import lower_rate
 
 # The most tokens of a lane in which the model writes its own calibration text.
 LANE_TOKENS = 2048
@@ -70,6 +72,15 @@ def needs_calibration(recipe: Recipe) -> bool:
     return any(scheme.calibrated for scheme in schemes.values())
 
 
+@contextmanager
+def naming_remedy(folder: RunFolder) -> Iterator[None]:
+    """Inside, the error of a run that diverged names the command that trains it more slowly."""
+    try:
+        yield
+    except DivergedError as error:
+        raise DivergedError(f"{error}; the run diverged, {lower_rate(folder)}") from error
+
+
 def calibrate_run(
     folder: RunFolder, data: DataFolder, runtime: Runtime, source: str = ""
 ) -> Measured:
@@ -79,7 +90,8 @@ def calibrate_run(
     """
     require_own_data(folder, data, runtime)
     trained = ask_main(lambda: read_trained(folder), runtime)
-    measured = measure(trained, data, runtime, source)
+    with naming_remedy(folder):
+        measured = measure(trained, data, runtime, source)
     ask_main(lambda: save_measured(folder.calibration_file, measured), runtime)
     return measured
 

@@ -59,6 +59,7 @@ from underpar.stages.calibrate import (
     Trained,
     load_model,
     measure,
+    naming_remedy,
     needs_calibration,
     read_trained,
     require_own_data,
@@ -340,7 +341,7 @@ def pack_run(
     If the tokenizer is not inside the file, it is tokenizer.model in the run folder, and counted.
     `script_bytes` are counted instead of those of the script that scores.
     """
-    with lock_folder(folder.path):
+    with lock_folder(folder.path), naming_remedy(folder):
         return _pack_run(folder, cap_bytes, part, runtime, on_round, tokenizer_inside, script_bytes)
 
 
@@ -393,7 +394,7 @@ def quantize(
     progress: Progress = SILENT,
 ) -> dict[str, Any]:
     """Round a run's weights to fill the cap."""
-    with lock_folder(folder.path), rounds_bar(progress) as show:
+    with lock_folder(folder.path), naming_remedy(folder), rounds_bar(progress) as show:
         job = open_pack_job(folder, cap_bytes, part, runtime)
         about = quantize_run(job, folder, runtime, show)
     summary = ("constant", "total_bytes", "cap_bytes", "tune_seconds", "seconds")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -17,7 +18,7 @@ from underpar.core.run_folder import RunFolder
 from underpar.core.tensor_files import read_tensors, save_tensors
 from underpar.data.batch import Batch, Segments
 from underpar.data.loader import Loader
-from underpar.errors import RunError
+from underpar.errors import RunError, UnderparError
 
 # The usual loss is the median of the last WINDOW_LOSSES. Below FEWEST_LOSSES no loss is usual.
 WINDOW_LOSSES = 50
@@ -37,6 +38,18 @@ FEWEST_POINTS = 5
 # Keys are step and micro-batch, which the loader counts from 0.
 Batches = Mapping[tuple[int, int], Batch]
 BATCH_FIELDS = ("inputs", "targets", "cu", "positions", "limits")
+
+
+def lower_rate(folder: RunFolder) -> str:
+    """What to run after a run diverged: the same with half of the learning rate, beside it."""
+    try:
+        data = folder.read_fields(folder.about_file).text("data")
+        rate = folder.read_recipe().train.matrix_lr / 2
+    except UnderparError:
+        data, rate = "DATA", 0.01
+    words = ["train", folder.recipe_file, "--data", data, "--out", f"{folder.path}-lower-rate"]
+    command = shlex.join(map(str, words))
+    return f"train more slowly: 'underpar {command} --set train.matrix_lr={rate:.3g}'"
 
 
 class Guard:
@@ -93,9 +106,9 @@ class Guard:
         save_batches(path, batches, {"step": step, "reason": reason})
         return RunError(
             f"stopped at step {step}: {reason}; batches since step {max(1, self.healthy_step)} are "
-            f"in {path} (see underpar.train.guard.read_batches); in another --out, try a lower "
-            "train.matrix_lr, or a smaller train.piece_tokens if the text changes there (a long "
-            "document is read in pieces of so many tokens)"
+            f"in {path} (see underpar.train.guard.read_batches); if the text changes there, try a "
+            "smaller train.piece_tokens (a long document is read in pieces of so many tokens), "
+            f"else {lower_rate(RunFolder(path.parent))}"
         )
 
     def _above_ceiling(self, loss: float) -> str | None:
