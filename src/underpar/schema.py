@@ -235,12 +235,17 @@ class TrainPart:
     `momentum_warmup` of the run, or over `momentum_warmup_steps` steps (0: the share decides).
     `decay_curve` scales weight decay over the run: ("1@0.7", "0.5@1") is constant up to 0.7 and
     falls to a half at the end. `matrix_decay_curve`, `embed_decay_curve` and `scalar_decay_curve`
-    replace it for one group of parameters.
+    replace it for one group of parameters. Over the last share `momentum_cooldown` of the run the
+    momentum falls back to `momentum_start`. Rates fall with the power `warmdown_power` of what is
+    left of the run (modded-nanogpt: record 38 to 89, and entry 20 of its optimization track).
 
     Optimizer: `matrix_optimizer` is "muon", or "adam" to treat matrices as all other weights.
-    `embed_betas` and `scalar_betas` replace `adam_betas` for one group of parameters. With
-    `cautious_decay`, Muon's weight decay acts only where the step shrinks the weight anyway (Chen
-    et al. 2025, arXiv:2510.12402).
+    `embed_betas` and `scalar_betas` replace `adam_betas` for one group of parameters. Adam steps
+    once in `adam_every` steps, on the sum of their clipped gradients (modded-nanogpt, record 39).
+    With `cautious_decay`, Muon's weight decay acts only where the step shrinks the weight anyway
+    (Chen et al. 2025, arXiv:2510.12402). With `neuron_beta`, Muon evens out the updates of the
+    neurons of an MLP (NorMuon, see train/muon.py). With `query_rows`, queries and keys are
+    orthogonalized in blocks of so many rows (modded-nanogpt, record 80: two heads).
 
     Validation: every `validate_every_seconds` of training (0: only at the end) the held-out text is
     priced for the log. Training does not depend on it.
@@ -288,6 +293,11 @@ class TrainPart:
     embed_betas: tuple[float, ...] = added(())
     scalar_betas: tuple[float, ...] = added(())
     cautious_decay: bool = added(False)
+    adam_every: int = added(1)
+    neuron_beta: float = added(0.0)
+    query_rows: int = added(0)
+    momentum_cooldown: float = added(0.0)
+    warmdown_power: float = added(1.0)
 
     def __post_init__(self) -> None:
         budgets = (self.budget_seconds, self.budget_steps, self.budget_tokens, self.budget_flops)
@@ -318,13 +328,20 @@ class TrainPart:
         require(
             known, f"train.matrix_optimizer = {self.matrix_optimizer!r}: expected 'muon' or 'adam'"
         )
-        require(0 <= self.warmdown <= 1, f"train.warmdown = {self.warmdown}: expected 0 to 1")
-        for name in ("micro_batch_tokens", "num_micro_batches", "context", "log_every"):
+        for name in ("warmdown", "momentum_cooldown"):
+            share = getattr(self, name)
+            require(0 <= share <= 1, f"train.{name} = {share}: expected 0 to 1")
+        beta = self.neuron_beta
+        require(0 <= beta < 1, f"train.neuron_beta = {beta}: expected 0 up to 1")
+        power = self.warmdown_power
+        require(0 < power <= 10, f"train.warmdown_power = {power}: expected above 0, at most 10")
+        sizes = ("micro_batch_tokens", "num_micro_batches", "context", "log_every", "adam_every")
+        for name in sizes:
             value = getattr(self, name)
             require(value > 0, f"train.{name} = {value}: expected a positive number")
         every = self.validate_every_seconds
         require(every >= 0, f"train.validate_every_seconds = {every}: expected 0 or more")
-        for name in ("piece_tokens", "momentum_warmup_steps", "rewarm_steps"):
+        for name in ("piece_tokens", "momentum_warmup_steps", "rewarm_steps", "query_rows"):
             value = getattr(self, name)
             require(value >= 0, f"train.{name} = {value}: expected 0 or more")
         shortest = min(self.contexts, default=1)

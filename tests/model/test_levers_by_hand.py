@@ -1,6 +1,7 @@
 """Levers against a forward pass written out by hand: one document, no cache, no hooks."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from underpar.levers import mudd_tail
 from underpar.model.gpt import GPT
 from underpar.model.kv_cache import PackedCache
 from underpar.recipe import ModelSpec, load_recipe
-from underpar.seams import Stream, Visit
+from underpar.seams import BOS_ID, Stream, Visit
 
 SIZES = ["model.num_layers=4", "model.dim=64", "model.num_heads=4", "model.context=64"]
 TOKENS = torch.randint(4, 500, (24,), generator=torch.Generator().manual_seed(2))
@@ -247,7 +248,7 @@ def test_the_tail_adds_weighted_sources_before_the_head() -> None:
         return x
 
     def finish(x: Tensor) -> Tensor:
-        weights = 0.1 * (F.gelu(x @ lever.read) @ lever.weigh + lever.bias)
+        weights = 0.1 * (F.gelu(x @ lever.tail.read) @ lever.tail.weigh + lever.tail.bias)
         # The embedding, and the outputs of layers 0 and 2.
         for j, source in enumerate((inputs[0], inputs[1], inputs[3])):
             x = x + weights[:, j, None] * source
@@ -255,6 +256,60 @@ def test_the_tail_adds_weighted_sources_before_the_head() -> None:
 
     with torch.no_grad():
         assert_equal(model, by_hand(model, [0, 1, 2, 3], read=read, finish=finish))
+
+
+def test_the_tail_adds_weighted_sources_to_the_values_of_a_layer() -> None:
+    model = model_with("mudd_tail={layers=[0, 2], backout=-1, width=5, values=2}")
+    lever = model.levers.mudd_tail
+    inputs: list[Tensor] = []
+
+    def weights(net: Any, x: Tensor) -> Tensor:
+        out: Tensor = 0.1 * (F.gelu(x @ net.read) @ net.weigh + net.bias)
+        return out
+
+    def read(visit: int, x: Tensor) -> Tensor:
+        inputs.append(x)
+        return x
+
+    def change_v(visit: int, v: Tensor, first: Tensor) -> Tensor:
+        if visit != 2:
+            return v
+        x = inputs[2]
+        c = weights(lever.values, x)
+        # The embedding, the output of layer 0, and what enters layer 2: as many channels as v has.
+        for j, source in enumerate((inputs[0], inputs[1], x)):
+            v = v + (c[:, j, None] * source[:, : v[0].numel()]).view_as(v)
+        return v
+
+    def finish(x: Tensor) -> Tensor:
+        c = weights(lever.tail, x)
+        for j, source in enumerate((inputs[0], inputs[1], inputs[3])):
+            x = x + c[:, j, None] * source
+        return x
+
+    with torch.no_grad():
+        expected = by_hand(model, [0, 1, 2, 3], change_v, read=read, finish=finish)
+        assert_equal(model, expected)
+
+
+def test_pairs_are_added_to_the_values_of_one_head() -> None:
+    model = model_with("pair_values={buckets=50, layers=[1, 3], head=1}")
+    lever = model.levers.pair_values
+    tokens = [0, *TOKENS.tolist()]
+    rows = [
+        49 if now == BOS_ID else ((36_313 * now) ^ (27_191 * before)) % 49
+        for before, now in pairwise(tokens)
+    ]
+    assert len(set(rows)) > 10
+
+    def change_v(visit: int, v: Tensor, first: Tensor) -> Tensor:
+        if visit in (1, 3):
+            v = v.clone()
+            v[:, 1] += lever.gain[(visit - 1) // 2] * lever.table.weight[rows]
+        return v
+
+    with torch.no_grad():
+        assert_equal(model, by_hand(model, [0, 1, 2, 3], change_v))
 
 
 def test_the_tail_starts_by_subtracting_half_of_one_layer() -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from thread_ranks import Ranks
 from underpar.core.dist import process_group
 from underpar.core.runtime import Runtime, open_runtime
+from underpar.errors import RecipeError
 from underpar.train.muon import (
     CLASSIC,
     COEFFICIENTS,
@@ -43,14 +45,14 @@ def give_gradients(parameters: dict[str, nn.Parameter], seed: int) -> None:
 def trained(runtime: Runtime, row_norm: bool = True) -> dict[str, nn.Parameter]:
     """Three steps on made-up gradients, the same on every rank."""
     parameters = matrices(BANKS)
-    optimizer = Muon(parameters, decay=0.1, row_norm=row_norm, runtime=runtime)
+    optimizer = Muon(parameters, 0.1, row_norm=row_norm, runtime=runtime, neuron_beta=0.9)
     for step in range(3):
         give_gradients(parameters, seed=step)
         optimizer.step(lr=0.05, momentum=0.9)
     return parameters
 
 
-def one_step(gradient: Tensor, **settings: bool) -> Tensor:
+def one_step(gradient: Tensor, **settings: Any) -> Tensor:
     """What a first step at rate 1 takes from a matrix without decay."""
     parameter = nn.Parameter(torch.zeros_like(gradient))
     parameter.grad = gradient
@@ -199,6 +201,61 @@ def test_classic_equals_torch_optim_muon(monkeypatch: pytest.MonkeyPatch) -> Non
         oracle.step()
     for a, b in zip(ours.values(), theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=0.0, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(12, 4), (4, 12), (6, 6)])
+def test_normuon_follows_the_hand_formula(shape: tuple[int, int]) -> None:
+    parameters = matrices([shape, shape])
+    weights = [p.detach().clone() for p in parameters.values()]
+    momenta = [torch.zeros(shape) for _ in weights]
+    # A neuron is a row of a tall or square matrix, a column of a wide one.
+    axis = 1 if shape[0] >= shape[1] else 0
+    squares = [torch.zeros(shape[1 - axis]) for _ in weights]
+    optimizer = Muon(parameters, decay=0.1, newton_schulz="classic", neuron_beta=0.8)
+    for step in range(3):
+        give_gradients(parameters, seed=step)
+        for i, parameter in enumerate(parameters.values()):
+            assert parameter.grad is not None
+            momenta[i] = 0.9 * momenta[i] + parameter.grad
+            nesterov = parameter.grad + 0.9 * momenta[i]
+            x = orthogonalize(nesterov[None], CLASSIC)[0]
+            squares[i] = 0.8 * squares[i] + 0.2 * (x * x).sum(axis) / shape[axis]
+            evened = x / squares[i].sqrt().unsqueeze(axis)
+            evened = evened * x.square().sum().sqrt() / evened.square().sum().sqrt()
+            scale = max(1.0, shape[0] / shape[1]) ** 0.5
+            weights[i] = (1 - 0.02 * 0.1) * weights[i] - 0.02 * scale * evened
+        optimizer.step(lr=0.02, momentum=0.9)
+    for parameter, weight in zip(parameters.values(), weights, strict=True):
+        torch.testing.assert_close(parameter.detach(), weight, rtol=0, atol=1e-6)
+
+
+def test_normuon_evens_out_the_neurons() -> None:
+    torch.manual_seed(0)
+    # One neuron in four has nearly no gradient.
+    gradient = torch.randn(32, 8) * torch.tensor([0.01, 1, 1, 1]).repeat(8)[:, None]
+    plain, even = one_step(gradient), one_step(gradient, neuron_beta=0.9)
+    spread = [float((u.norm(dim=1).max() / u.norm(dim=1).min()).log()) for u in (plain, even)]
+    assert spread[1] < 0.01 < 1 < spread[0]
+    torch.testing.assert_close(even.norm(), plain.norm())
+
+
+def test_queries_and_keys_are_orthogonalized_in_blocks_of_heads() -> None:
+    names = ("blocks.0.attn.q.weight", "blocks.0.attn.k.weight", "blocks.0.attn.o.weight")
+    whole, cut = (dict(zip(names, matrices([(8, 8)] * 3).values(), strict=True)) for _ in range(2))
+    give_gradients(whole, seed=1)
+    give_gradients(cut, seed=1)
+    before = {name: p.detach().clone() for name, p in cut.items()}
+    Muon(whole, decay=0.0).step(lr=1.0, momentum=0.0)
+    Muon(cut, decay=0.0, query_rows=4).step(lr=1.0, momentum=0.0)
+    assert torch.equal(cut[names[2]], whole[names[2]])
+    for name in names[:2]:
+        halves = before[name] - cut[name].detach()
+        for half in halves.split(4):
+            values = torch.linalg.svdvals(half)
+            assert float(values.min()) > 0.8 and float(values.max()) < 1.2
+        assert not torch.allclose(cut[name], whole[name])
+    with pytest.raises(RecipeError, match=r"query_rows = 3: .* has 8 rows"):
+        Muon(cut, decay=0.0, query_rows=3)
 
 
 def run_rank(folder: Path) -> None:

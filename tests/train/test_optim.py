@@ -124,6 +124,74 @@ def test_15_snapshots_begin_below_a_learning_rate() -> None:
         assert float(average.average()["w"]) == pytest.approx(sum(taken) / len(taken))
 
 
+def test_15_a_share_of_the_average_is_mixed_with_the_last_weights() -> None:
+    weights = {"w": torch.tensor([1.0, -2.0])}
+    plain, mixed = (ema.plug(ema.Settings(share=s), load_recipe("cpu").model) for s in (1.0, 0.6))
+    for average in (plain, mixed):
+        average.start(weights)
+    torch.manual_seed(0)
+    for step in range(1, 9):
+        weights["w"].copy_(torch.randn(2))
+        for average in (plain, mixed):
+            average.update(weights, step)
+    expected = 0.6 * plain.average()["w"] + 0.4 * weights["w"]
+    torch.testing.assert_close(mixed.average()["w"], expected)
+    # A resumed run goes on from the average itself.
+    assert torch.equal(mixed.state()["w"], plain.average()["w"])
+
+
+def drawn_steps(optimizer: Optimizer, model: GPT, seeds: range) -> None:
+    """Steps on made-up gradients that the clip leaves alone."""
+    for seed in seeds:
+        torch.manual_seed(seed)
+        for parameter in model.parameters():
+            parameter.grad = 1e-6 * torch.randn_like(parameter)
+        optimizer.step(1.0, 0.9)
+
+
+def test_adam_steps_every_second_time_on_the_sum_of_gradients(start: GPT) -> None:
+    model, by_hand = copy.deepcopy(start), copy.deepcopy(start)
+    part = replace(PART, adam_every=2)
+    optimizer = Optimizer(model, part)
+    groups = group_parameters(by_hand)
+    oracle = torch.optim.AdamW(
+        [
+            {"params": [*groups["embed"].values()], "lr": PART.embed_lr, "weight_decay": 0.085},
+            {"params": [*groups["scalar"].values()], "lr": PART.scalar_lr, "weight_decay": 0.02},
+        ],
+        betas=PART.adam_betas,
+        eps=1e-8,
+    )
+    adams = {**groups["embed"], **groups["scalar"]}
+    found = dict(model.named_parameters())
+    for seed in range(5):
+        torch.manual_seed(seed)
+        for parameter in by_hand.parameters():
+            drawn = 1e-6 * torch.randn_like(parameter)
+            parameter.grad = drawn if parameter.grad is None else parameter.grad + drawn
+        if seed % 2:
+            oracle.step()
+            oracle.zero_grad()
+        drawn_steps(optimizer, model, range(seed, seed + 1))
+        for name, expected in adams.items():
+            torch.testing.assert_close(found[name], expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3])
+def test_settings_of_both_optimizers_resume_exactly(start: GPT, stop: int) -> None:
+    part = replace(PART, adam_every=3, neuron_beta=0.9, query_rows=24)
+    whole, first = copy.deepcopy(start), copy.deepcopy(start)
+    drawn_steps(Optimizer(whole, part), whole, range(5))
+    optimizer = Optimizer(first, part)
+    drawn_steps(optimizer, first, range(stop))
+    kept = {name: tensor.clone() for name, tensor in optimizer.state().items()}
+    again = Optimizer(first, part)
+    again.load(kept)
+    drawn_steps(again, first, range(stop, 5))
+    for a, b in zip(whole.parameters(), first.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("stop", [1, 7, 12, 13])
 def test_15_a_resumed_average_is_the_same(stop: int) -> None:
     weights = {"w": torch.zeros(3, dtype=torch.float16)}

@@ -1,5 +1,6 @@
 """Budgets and schedules as functions of progress."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -107,3 +108,21 @@ def test_momentum_rises_and_stays() -> None:
     assert momentum(PART, 0, 0) == PART.momentum_start
     assert momentum(PART, PART.momentum_warmup / 2, 1) == pytest.approx(0.945)
     assert momentum(PART, 0.9, 1) == PART.momentum
+
+
+def test_momentum_falls_back_in_its_cool_down() -> None:
+    part = replace(PART, momentum_cooldown=0.1)
+    for p, expected in ((0.2, momentum(PART, 0.2, 1)), (0.9, 0.97), (0.95, 0.945), (1.0, 0.92)):
+        assert momentum(part, p, 1) == pytest.approx(expected)
+    by_steps = replace(part, momentum_warmup_steps=10)
+    assert momentum(by_steps, 0.5, 5) == pytest.approx(0.945)
+    assert momentum(by_steps, 0.95, 500) == pytest.approx(0.945)
+
+
+def test_rates_fall_with_a_power_of_what_is_left() -> None:
+    part = replace(PART, warmdown=0.8, warmdown_power=1.5, lr_floor=0.01)
+    for p, left in ((0.0, 1.0), (0.2, 1.0), (0.6, 0.5), (0.8, 0.25)):
+        assert lr_scale(part, p) == pytest.approx(left**1.5)
+    assert lr_scale(part, 1.0) == 0.01
+    # A step may begin a little after the end of the budget.
+    assert lr_scale(part, 1.001) == 0.01

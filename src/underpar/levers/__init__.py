@@ -44,6 +44,7 @@ LEVERS = {
     "key_offset": "underpar.levers.key_offset",
     "value_residual": "underpar.levers.value_residual",
     "value_embed": "underpar.levers.value_embed",
+    "pair_values": "underpar.levers.pair_values",
     "window": "underpar.levers.window",
     "diff_attn": "underpar.levers.diff_attn",
     # `xsa` acts on the plain output of attention, so it comes before the gates.

@@ -51,6 +51,15 @@ class Settings:
 TINY = (Settings(), Settings(by_piece=True))
 
 
+def rows_of_pairs(
+    tokens: Tensor, previous: Tensor, has_no_previous: Tensor, num_rows: int
+) -> Tensor:
+    """The row (N,) of each pair in a table; the last row is for no pair."""
+    last = num_rows - 1
+    pair_hash = (CURRENT * tokens) ^ (PREVIOUS * previous)
+    return torch.where(has_no_previous, last, pair_hash % last)
+
+
 class Lever(nn.Module):
     """x_t + scale * P table[hash(token t, token t-1)]; the last row is for "no previous token"."""
 
@@ -69,8 +78,8 @@ class Lever(nn.Module):
 
     def embed(self, x: Tensor, tokens: Tensor, cache: KVCache) -> Tensor:
         """Add the vector of each pair to the embeddings x (N, dim) of tokens (N,)."""
-        last = self.table.num_embeddings - 1
-        pair_hash = (CURRENT * tokens) ^ (PREVIOUS * cache.previous("bigram", tokens))
         has_no_previous = cache.positions == 0 if self.by_piece else tokens == BOS_ID
-        pair = self.project(self.table(torch.where(has_no_previous, last, pair_hash % last)))
+        previous = cache.previous("bigram", tokens)
+        rows = rows_of_pairs(tokens, previous, has_no_previous, self.table.num_embeddings)
+        pair = self.project(self.table(rows))
         return x + self.scale.to(x.dtype) * pair.to(x.dtype)

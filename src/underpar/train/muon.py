@@ -2,11 +2,13 @@
 
 Sources: Jordan et al. 2024 (Muon), Polar Express coefficients (Amsel et al. 2025, arXiv:2505.16932)
 as used in PR 2014, normalized rows (MuonEq-R, PR 1260). Matrices of equal shape form a bank, which
-is orthogonalized in one batch (PR 1520), each rank doing its share (PR 1523).
+is orthogonalized in one batch (PR 1520), each rank doing its share (PR 1523). NorMuon (Li et al.
+2025, arXiv:2510.05491) and blocks of queries and keys, as in modded-nanogpt, records 41 and 80.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from underpar.core.dist import ALONE, gather_shares
 from underpar.core.runtime import Runtime
+from underpar.schema import require
 
 Coefficients = tuple[float, float, float]
 
@@ -49,10 +52,39 @@ def orthogonalize(updates: Tensor, coefficients: Sequence[Coefficients] = POLAR_
     return x.mT if tall else x
 
 
+class Evened:
+    """NorMuon: updates whose neurons have moved much get smaller, others larger.
+
+    A neuron is a row of a tall or square matrix and a column of a wide one: of `up` and `down`, the
+    same channels of the MLP. Each update keeps its size as a whole.
+    """
+
+    def __init__(self, shape: tuple[int, int], num: int, beta: float, like: Tensor) -> None:
+        rows, columns = shape
+        self.beta = beta
+        self.axis = -1 if rows >= columns else -2
+        sizes = (num, rows, 1) if rows >= columns else (num, 1, columns)
+        self.squares = like.new_zeros(sizes, dtype=torch.float32)
+
+    def __call__(self, updates: Tensor) -> Tensor:
+        """Updates (B, rows, cols), divided by the root of their running mean squares."""
+        x = updates.float()
+        self.squares.lerp_(x.square().mean(self.axis, keepdim=True), 1 - self.beta)
+        evened = x * self.squares.clamp_min(1e-10).rsqrt()
+        size, old = (torch.linalg.vector_norm(t, dim=(-2, -1), keepdim=True) for t in (evened, x))
+        return evened * (old / size.clamp_min(1e-10))
+
+
+# Matrices that may be orthogonalized in blocks of rows, which are heads.
+HEADS = re.compile(r"(^|\.)attn\.[qk]\.")
+
+
 class Muon:
     """W <- (1 - lr decay) W - lr sqrt(max(1, rows/cols)) orthogonalize(nesterov momentum).
 
-    `cautious`: decay acts only where the update and the weight have the same sign.
+    `cautious`: decay acts only where the update and the weight have the same sign. `neuron_beta`:
+    memory of NorMuon's mean squares; 0: none. `query_rows`: queries and keys are orthogonalized in
+    blocks of so many rows; 0: whole.
 
     Every rank has the summed gradients, keeps all momenta and applies all updates, but only
     orthogonalizes its share of each bank: slice `rank` of the bank, which zeros fill up to a
@@ -67,6 +99,8 @@ class Muon:
         row_norm: bool = False,
         runtime: Runtime = ALONE,
         cautious: bool = False,
+        neuron_beta: float = 0.0,
+        query_rows: int = 0,
     ) -> None:
         self.decay = decay
         self.cautious = cautious
@@ -75,17 +109,38 @@ class Muon:
         self.coefficients = COEFFICIENTS[newton_schulz]
         self.momenta = {name: torch.zeros_like(p) for name, p in parameters.items()}
         self._parameters = dict(parameters)
-        self._banks: dict[torch.Size, list[str]] = {}
+        # Rows, columns, rows of a block -> the matrices of this shape that are cut so.
+        self._banks: dict[tuple[int, int, int], list[str]] = {}
         for name, parameter in parameters.items():
-            self._banks.setdefault(parameter.shape, []).append(name)
+            rows, columns = parameter.shape
+            block_rows = query_rows if query_rows and HEADS.search(name) else rows
+            require(
+                rows % block_rows == 0, f"train.query_rows = {block_rows}: {name} has {rows} rows"
+            )
+            self._banks.setdefault((rows, columns, block_rows), []).append(name)
+        self._evened = {
+            names[0]: Evened(bank[:2], len(names), neuron_beta, self._parameters[names[0]])
+            for bank, names in self._banks.items()
+            if neuron_beta
+        }
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything that steps change, by name: momenta, and what NorMuon remembers."""
+        squares = {
+            f"{name}.squares": self._evened[names[0]].squares[i]
+            for names in self._banks.values()
+            if names[0] in self._evened
+            for i, name in enumerate(names)
+        }
+        return self.momenta | squares
 
     @torch.no_grad()
     def step(self, lr: float, momentum: float, decay_scale: float = 1.0) -> None:
         """One update from the gradients, which must be the same on every rank."""
-        for shape, names in self._banks.items():
+        for (rows, columns, block_rows), names in self._banks.items():
             weights = [self._parameters[name] for name in names]
-            update = self._update(names, momentum).to(weights[0].dtype)
-            scale = max(1.0, shape[0] / shape[1]) ** 0.5
+            update = self._update(names, momentum, block_rows).to(weights[0].dtype)
+            scale = max(1.0, rows / columns) ** 0.5
             updates, decay = list(update.unbind()), lr * self.decay * decay_scale
             if self.cautious:
                 for weight, step in zip(weights, updates, strict=True):
@@ -94,7 +149,7 @@ class Muon:
                 torch._foreach_mul_(weights, 1.0 - decay)
             torch._foreach_add_(weights, updates, alpha=-lr * scale)
 
-    def _update(self, names: list[str], momentum: float) -> Tensor:
+    def _update(self, names: list[str], momentum: float, block_rows: int = 0) -> Tensor:
         """Add the gradients of a bank to its momenta; returns its updates (B, rows, cols)."""
         grads = [g for name in names if (g := self._parameters[name].grad) is not None]
         assert len(grads) == len(names), "a matrix got no gradient"
@@ -103,7 +158,10 @@ class Muon:
         torch._foreach_add_(momenta, grads)
         nesterov = torch.add(self._share(grads), self._share(momenta), alpha=momentum)
         rows = normalize_rows(nesterov) if self.row_norm else nesterov
-        return gather_shares(orthogonalize(rows, self.coefficients), self.runtime)[: len(names)]
+        blocks = rows.reshape(-1, block_rows or rows.size(1), rows.size(2))
+        share = orthogonalize(blocks, self.coefficients).reshape_as(rows)
+        updates = gather_shares(share, self.runtime)[: len(names)]
+        return self._evened[names[0]](updates) if self._evened else updates
 
     def _share(self, bank: list[Tensor]) -> Tensor:
         """This rank's matrices of a bank, then zeros, so that all shares have the same size."""

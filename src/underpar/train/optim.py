@@ -37,6 +37,8 @@ class Optimizer:
             part.row_norm,
             runtime,
             part.cautious_decay,
+            part.neuron_beta,
+            part.query_rows,
         )
         # Group -> learning rate and weight decay.
         self._rates = {
@@ -58,6 +60,12 @@ class Optimizer:
             eps=1e-8,
             fused=all(p.is_cuda for p in self.parameters),
         )
+        # Adam's share of the gradients since its last step, and how many steps ago that was.
+        self._adam_parameters = [p for group in self.adam.param_groups for p in group["params"]]
+        self._pending: list[Tensor] = []
+        self._waited = torch.zeros((), dtype=torch.int64)
+        if part.adam_every > 1:
+            self._pending = [torch.zeros_like(p) for p in self._adam_parameters]
 
     def step(
         self, lr_scale: float, momentum: float, decay_scales: Mapping[str, float] = NO_CHANGE
@@ -71,26 +79,51 @@ class Optimizer:
             rate, decay = self._rates[name]
             group["lr"] = rate * lr_scale
             group["weight_decay"] = decay * decay_scales[name]
-        self.adam.step()
+        self._step_adam()
         self.muon.step(self.part.matrix_lr * lr_scale, momentum, decay_scales["matrix"])
         for parameter in self.parameters:
             parameter.grad = None
         return norm
 
+    def _step_adam(self) -> None:
+        """A step of Adam, or one of waiting: then the gradients are added to the next step's."""
+        if not self._pending:
+            self.adam.step()
+            return
+        self._waited += 1
+        for parameter, sum_so_far in zip(self._adam_parameters, self._pending, strict=True):
+            if parameter.grad is not None:
+                sum_so_far += parameter.grad
+                parameter.grad = sum_so_far
+        if self._waited < self.part.adam_every:
+            return
+        self.adam.step()
+        self._waited.zero_()
+        torch._foreach_zero_(self._pending)
+
     def state(self) -> dict[str, Tensor]:
         """Every tensor that a resumed run needs: the live tensors, not copies."""
-        tensors = {f"muon.{name}": buffer for name, buffer in self.muon.momenta.items()}
+        tensors = {f"muon.{name}": buffer for name, buffer in self.muon.state().items()}
+        tensors |= self._waiting()
         for index, moments in self.adam.state_dict()["state"].items():
             for key, value in moments.items():
                 tensors[f"adam.{self._adam_names[index]}.{key}"] = value
         return tensors
 
+    def _waiting(self) -> dict[str, Tensor]:
+        """What Adam waits with, by name; nothing if every step is one of Adam's."""
+        if not self._pending:
+            return {}
+        sums = zip(self._adam_names, self._pending, strict=True)
+        return {"adam_waited": self._waited} | {f"adam.{name}.sum": total for name, total in sums}
+
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore a state; what this optimizer did before is forgotten."""
-        for name, buffer in self.muon.momenta.items():
+        muon = {f"muon.{name}": buffer for name, buffer in self.muon.state().items()}
+        for name, buffer in (muon | self._waiting()).items():
             # Viewing too few values is an error; copying them would repeat them.
-            buffer.copy_(tensors[f"muon.{name}"].view(buffer.shape))
-        parameters = [p for group in self.adam.param_groups for p in group["params"]]
+            buffer.copy_(tensors[name].view(buffer.shape))
+        parameters = self._adam_parameters
         shapes = [{"step": (), "exp_avg": p.shape, "exp_avg_sq": p.shape} for p in parameters]
         # A parameter that never had a gradient has no moments. AdamW keeps the tensors it is given,
         # so it gets copies.

@@ -18,10 +18,11 @@ def progress(part: TrainPart, seconds: float, step: int, tokens: int, flops: flo
 
 
 def lr_scale(part: TrainPart, p: float) -> float:
-    """1, then a linear warm-down over the last `warmdown` of the run, not below `lr_floor`."""
+    """1, then a warm-down over the last `warmdown` of the run, not below `lr_floor`."""
     if part.warmdown == 0:
         return 1.0
-    return max(min(1.0, (1.0 - p) / part.warmdown), part.lr_floor)
+    left = min(1.0, max(0.0, (1.0 - p) / part.warmdown))
+    return float(max(left**part.warmdown_power, part.lr_floor))
 
 
 def rewarm(part: TrainPart, steps_since_change: int) -> float:
@@ -64,9 +65,11 @@ def value_at(curve: tuple[str, ...], p: float) -> float:
 
 
 def momentum(part: TrainPart, p: float, step: int) -> float:
-    """Muon's momentum: linear from `momentum_start` over the warm-up, in steps or as a share."""
+    """Muon's momentum: linear from `momentum_start` over the warm-up, and back in the cool-down."""
     if part.momentum_warmup_steps:
         share = step / part.momentum_warmup_steps
     else:
         share = p / part.momentum_warmup if part.momentum_warmup else 1.0
+    if part.momentum_cooldown:
+        share = min(share, (1.0 - p) / part.momentum_cooldown)
     return part.momentum_start + (part.momentum - part.momentum_start) * min(1.0, share)
