@@ -15,7 +15,7 @@ from underpar.infer.lora import SITES
 from underpar.infer.predictor import Predictor
 from underpar.infer.tilt import Mixture
 from underpar.levers.lora_ttt import Settings
-from underpar.model.gpt import GPT
+from underpar.model.network import Network
 from underpar.recipe import load_recipe
 from underpar.score.ledger import Score
 from underpar.score.method import PUBLISHED, Method
@@ -29,6 +29,17 @@ PLAIN = load_recipe("cpu", MODEL)
 # Levers that look one token back.
 LOOKS_BACK = ["levers.smear.init=0.5", "levers.bigram={buckets=50, width=8}"]
 RICH = load_recipe("cpu", [*MODEL, *LOOKS_BACK])
+# A network of bytes whose chunks end where it decides.
+BYTES = load_recipe(
+    "hnet-m2+cpu",
+    [
+        *MODEL,
+        "hnet.dim=16",
+        "hnet.num_heads=2",
+        "hnet.mlp_dim=16",
+        *(f"{where}levers.partial_rope.dims=4" for where in ("", "hnet.")),
+    ],
+)
 
 # Learning shows within a chunk or two; A is cold, so that documents do not meet.
 SETTINGS = Settings(sites=SITES, rank=3, alpha=6.0, lr=0.01, chunk=4, short=(), lanes=3, warm=False)
@@ -69,7 +80,7 @@ class Run:
     mixture: Mixture = field(default_factory=lambda: Mixture([]))
     phases: Any = None
     runtime: Runtime = ALONE
-    model: GPT = field(default_factory=lambda: randomized(RICH))
+    model: Network = field(default_factory=lambda: randomized(RICH))
     partial: Any = None
     now: Callable[[], float] = time.monotonic
 

@@ -13,7 +13,7 @@ from underpar.build.model import build_model, weight_shapes
 from underpar.data.batch import Batch, pack_documents
 from underpar.errors import RecipeError
 from underpar.levers import LEVERS, lever_module
-from underpar.model.gpt import GPT
+from underpar.model.network import Network
 from underpar.recipe import Recipe, load_recipe
 
 CPU = torch.device("cpu")
@@ -89,7 +89,7 @@ def _builds(*cases: str) -> bool:
     return True
 
 
-def randomized(recipe: Recipe) -> GPT:
+def randomized(recipe: Recipe) -> Network:
     """Weights away from where they start, so that every path carries something."""
     torch.manual_seed(0)
     model = build_model(recipe).eval()

@@ -30,13 +30,34 @@ SCORING = [name for name in ALL if lever_module(name).STAGE == "infer"]
 CONTEXT, VOCAB = 16, 64
 SIZES = {"vocab_size": VOCAB, "dim": 32, "num_heads": 2, "num_kv_heads": 1, "mlp_dim": 32}
 SIZES |= {"num_layers": 2, "context": CONTEXT}
-PLAIN = load_recipe("cpu", [f"model.{key}={value}" for key, value in SIZES.items()])
+CHANGES = [f"model.{key}={value}" for key, value in SIZES.items()]
 # Several units of pricing and chunks of learning for so little text.
-PLAIN = replace(PLAIN, score=replace(PLAIN.score, batch_tokens=60, adapt_tokens=20))
+CHANGES += ["score.batch_tokens=60", "score.adapt_tokens=20"]
+BYTES = {"dim": 16, "num_heads": 2, "num_kv_heads": 1, "mlp_dim": 16, "encoder_layers": 1}
+CHANGES_OF_BYTES = [f"hnet.{key}={value}" for key, value in BYTES.items()]
+CHANGES_OF_BYTES += [f"{where}levers.partial_rope.dims=4" for where in ("", "hnet.")]
+PLAIN = {
+    "gpt": load_recipe("cpu", CHANGES),
+    "stride": load_recipe("hnet-m1-fixed+cpu", [*CHANGES, *CHANGES_OF_BYTES]),
+    "learned": load_recipe("hnet-m2+cpu", [*CHANGES, *CHANGES_OF_BYTES]),
+}
+PLAIN = {network: replace(recipe, levers={}) for network, recipe in PLAIN.items()}
+# Experts guess from the text alone, without a network.
+EXPERTS = ("tilt", "match", "counts", "ngram")
+CASES = pytest.mark.parametrize(
+    ("name", "network"),
+    [
+        (name, network)
+        for name in SCORING
+        for network in PLAIN
+        if network == "gpt" or name == "lora_ttt" or (network == "learned" and name not in EXPERTS)
+    ],
+)
 
 # Settings that act on so little text, where the defaults would not.
 SMALL: dict[str, dict[str, Any]] = {
     "lora_ttt": {"rank": 3, "chunk": 6, "short": ("12:4",), "lanes": 2, "group": 2, "lr": 0.01},
+    "adapt_scales": {"patterns": ("*blocks.*_scale",)},
     "phased_sgd": {"prefix": 0.4, "lr": 0.1, "chunk_tokens": 16},
     "token_calibration": {"scales": (0.9,) * 7, "biases": (0.1, 0.0, 0.2, 0.0, 0.0, 0.0, 0.0)},
     "tilt": {"order": 3, "min_confidence": 0.4},
@@ -81,12 +102,12 @@ def small(name: str) -> dict[str, Any]:
     return SMALL.get(name, {})
 
 
-def recipe_with(name: str, settings: Callable[[str], dict[str, Any]] = small) -> Recipe:
+def recipe_with(
+    name: str, network: str, settings: Callable[[str], dict[str, Any]] = small
+) -> Recipe:
     """The recipe with the lever, and with per-document adapters if the lever goes with them."""
-    recipe = resolve_levers(replace(PLAIN, levers={name: settings(name)}))
-    if hasattr(plug_levers(recipe, "infer")[name], "boundaries"):
-        recipe = replace(PLAIN, levers={n: settings(n) for n in ("lora_ttt", name)})
-    return resolve_levers(recipe)
+    names = ("lora_ttt", name) if name == "phased_sgd" else (name,)
+    return resolve_levers(replace(PLAIN[network], levers={n: settings(n) for n in names}))
 
 
 def artifact_of(recipe: Recipe) -> Artifact:
@@ -108,9 +129,9 @@ def nats_of(commits: list[Commit]) -> np.ndarray:
     return np.concatenate([nats for _, _, nats in sorted(commits, key=lambda c: c[:2])])
 
 
-@pytest.mark.parametrize("name", SCORING)
-def test_a_price_depends_on_nothing_that_comes_later(name: str) -> None:
-    recipe = recipe_with(name)
+@CASES
+def test_a_price_depends_on_nothing_that_comes_later(name: str, network: str) -> None:
+    recipe = recipe_with(name, network)
     score, _ = run(recipe)
 
     def trace(shard: Shard) -> list[Commit]:
@@ -130,22 +151,26 @@ def test_a_price_depends_on_nothing_that_comes_later(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", SCORING)
-def test_a_scoring_lever_changes_prices(name: str) -> None:
+@CASES
+def test_a_scoring_lever_changes_prices(name: str, network: str) -> None:
     """Otherwise prices that stay would show nothing."""
-    ours, plain = (nats_of(run(recipe)[1]) for recipe in (recipe_with(name), PLAIN))
+    recipes = recipe_with(name, network), PLAIN[network]
+    ours, plain = (nats_of(run(recipe)[1]) for recipe in recipes)
     assert np.abs(ours - plain).max() > 10 * TOLERANCE
 
 
-@pytest.mark.parametrize("name", SCORING)
-def test_neutral_settings_price_as_the_plain_score_does(name: str) -> None:
-    ours, plain = (nats_of(run(r, WHOLE)[1]) for r in (recipe_with(name, neutral), PLAIN))
+@CASES
+def test_neutral_settings_price_as_the_plain_score_does(name: str, network: str) -> None:
+    recipes = recipe_with(name, network, neutral), PLAIN[network]
+    ours, plain = (nats_of(run(recipe, WHOLE)[1]) for recipe in recipes)
     np.testing.assert_allclose(ours, plain, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", SCORING)
-def test_a_stopped_score_continues_to_the_same_bits(name: str, tmp_path: Path) -> None:
-    recipe = recipe_with(name)
+@CASES
+def test_a_stopped_score_continues_to_the_same_bits(
+    name: str, network: str, tmp_path: Path
+) -> None:
+    recipe = recipe_with(name, network)
     whole, _ = run(recipe)
     runtime = Runtime(CPU)
 

@@ -18,7 +18,7 @@ from underpar.build.recipe import load_checked
 from underpar.cli import app
 from underpar.core.run_folder import RunFolder
 from underpar.core.runtime import Runtime
-from underpar.errors import ArtifactError, DataError, RecipeError
+from underpar.errors import ArtifactError, DataError
 from underpar.recipe import Recipe
 from underpar.score.method import ADAPT, PLAIN
 from underpar.stages.audit import AuditRequest, audit_run
@@ -34,7 +34,9 @@ SMALL = [
     "hnet.dim=32",
     "levers.partial_rope.dims=4",
     "hnet.levers.partial_rope.dims=4",
-    'levers.adapt_scales.patterns=["*blocks.*_scale"]',
+    "levers.lora_ttt.rank=4",
+    "levers.lora_ttt.lr=0.01",
+    "levers.lora_ttt.chunk=32",
 ]
 
 
@@ -111,6 +113,17 @@ def test_a_score_is_the_codes_length(model: Model, text: bytes) -> None:
     assert 8 * packed == pytest.approx(model.score(text).bits + 8 * overhead, abs=48)
 
 
+def test_a_file_that_adapts_has_the_bits_of_its_score(model: Model) -> None:
+    text = b"Bytes are bytes. " * 12
+    few, many = (len(model.compress(raw, adapt=True)) for raw in (text[:17], text))
+    bits = model.score(text, adapt=True).bits
+    assert model.decompress(model.compress(text, adapt=True)) == text
+    assert abs(bits - model.score(text).bits) > 16
+    # Both files have the same header.
+    between = bits - model.score(text[:17], adapt=True).bits
+    assert 8 * (many - few) == pytest.approx(between, abs=16)
+
+
 def test_it_writes(model: Model) -> None:
     first = model.generate("The ", max_tokens=12, seed=1)
     assert isinstance(first, str) and first == model.generate("The ", max_tokens=12, seed=1)
@@ -155,8 +168,5 @@ def test_documents_shorter_than_a_stride_train_pack_and_score(tmp_path: Path, na
 def test_what_a_byte_level_network_cannot_do_is_said(
     run: RunFolder, tmp_path: Path, runtime: Runtime
 ) -> None:
-    data = json.loads(run.about_file.read_text())["data"]
-    with pytest.raises(RecipeError, match=r"levers\.lora_ttt: works on the blocks of a GPT"):
-        underpar.score(run.path, data, levers=["lora_ttt"])
     with pytest.raises(ArtifactError, match="an H-Net cuts its text into chunks"):
         export(run.artifact_file, tmp_path / "model.pt2", runtime)

@@ -7,7 +7,7 @@ from dataclasses import asdict, fields, replace
 from typing import Any
 
 from underpar.data.transforms import IDENTITY
-from underpar.errors import LeverError, RecipeError
+from underpar.errors import LeverError
 from underpar.levers import LEVERS, lever_module
 from underpar.recipe import ModelSpec, Recipe, Tree, fields_from, require, require_known
 from underpar.schema import HNetPart
@@ -25,8 +25,6 @@ def find_lever(name: str) -> LeverModule:
     return lever_module(name)
 
 
-# Levers of training and scoring that name the blocks of a GPT, or step its lanes by chunks.
-GPT_ALONE = ("qat_lite", "ttt_e2e", "lora_ttt", "phased_sgd")
 # The largest number in a lever's settings. A recipe from a stranger is checked before anything of
 # that size is allocated.
 LARGEST_SIZE = 1 << 24
@@ -66,10 +64,6 @@ def resolve_levers(recipe: Recipe) -> Recipe:
     resolved = replace(recipe, levers=_resolved(lever_settings(recipe)))
     if recipe.hnet is None:
         return resolved
-    for name in (name for name in GPT_ALONE if name in recipe.levers):
-        raise RecipeError(
-            f"levers.{name}: works on the blocks of a GPT, and model.network is 'hnet'; drop it"
-        )
     levers = _resolved(_settings_of(recipe.hnet.levers, "hnet.levers"))
     return replace(resolved, hnet=replace(recipe.hnet, levers=levers))
 

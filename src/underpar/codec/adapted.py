@@ -13,7 +13,7 @@ nothing of a document but the tokens that were coded before.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -100,19 +100,9 @@ def deterministic(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
 class SteppedLanes(KeptLanes):
     """Lanes that read the tokens of a chunk one by one before they read it as a whole."""
 
-    @contextmanager
-    def trial(self) -> Iterator[None]:
-        """Inside, lanes move on with every token; afterwards they are where they were.
-
-        The keys and values that the tokens wrote stay, until the chunk overwrites them.
-        """
-        cache = self._cache
-        lengths = cache.lengths.clone()
-        last = {name: tensor.clone() for name, tensor in cache._last.items()}
-        yield
-        cache.lengths.copy_(lengths)
-        for name, tensor in cache._last.items():
-            tensor.copy_(last.get(name, torch.zeros_like(tensor)))
+    def trial(self) -> AbstractContextManager[None]:
+        """Inside, lanes move on with every token; afterwards they are where they were."""
+        return trial_of(self._cache)
 
     def token_cache(self, active: np.ndarray, place: int) -> ChunkCache:
         """The cache, ready for one token in the active lanes (L,), number `place` of the chunk."""
@@ -120,6 +110,22 @@ class SteppedLanes(KeptLanes):
         self._farthest = max(self._farthest, int(held.max()) + place + 1)
         self._cache.begin(upload(active.astype(np.int64), self._device), 1, self._farthest)
         return self._cache
+
+
+@contextmanager
+def trial_of(cache: ChunkCache) -> Iterator[None]:
+    """Inside, lanes move on with every step; afterwards they are where they were.
+
+    The keys and values that the steps wrote stay, until other steps overwrite them.
+    """
+    lengths, chunks = cache.lengths.clone(), cache.chunks
+    last = {name: tensor.clone() for name, tensor in cache._last.items()}
+    with nullcontext() if chunks is None else trial_of(chunks):
+        yield
+    cache.chunks = chunks
+    cache.lengths.copy_(lengths)
+    for name, tensor in cache._last.items():
+        tensor.copy_(last.get(name, torch.zeros_like(tensor)))
 
 
 class Texts:

@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -86,49 +87,52 @@ class LoraSettings:
 class Layout:
     """Columns of the buffers: all A, then all B."""
 
-    width: int
-    """Channels that every adapter reads."""
     rank: int
-    outs: dict[AdapterKey, int]
-    """Channels that each adapter writes."""
+    shapes: dict[AdapterKey, tuple[int, int]]
+    """Channels that each adapter reads, and those that it writes."""
 
     @property
     def num_a(self) -> int:
         """Columns of all A."""
-        return len(self.outs) * self.rank * self.width
+        return self.rank * sum(width for width, _ in self.shapes.values())
 
     @property
     def num_columns(self) -> int:
         """Columns of all A and B."""
-        return self.num_a + self.rank * sum(self.outs.values())
+        return self.rank * sum(map(sum, self.shapes.values()))
 
     def cut(self, flat: Tensor) -> dict[AdapterKey, tuple[Tensor, Tensor]]:
         """A (L, r, in) and B (L, out, r) of each adapter, as views of flat (L, columns)."""
-        num = len(self.outs)
-        sizes = [self.rank * self.width] * num + [out * self.rank for out in self.outs.values()]
+        num = len(self.shapes)
+        sizes = [
+            self.rank * size for sizes in zip(*self.shapes.values(), strict=True) for size in sizes
+        ]
         columns = flat.split(sizes, dim=1)
         pairs = zip(columns[:num], columns[num:], strict=True)
         return {
             key: (a.unflatten(1, (self.rank, -1)), b.unflatten(1, (-1, self.rank)))
-            for key, (a, b) in zip(self.outs, pairs, strict=True)
+            for key, (a, b) in zip(self.shapes, pairs, strict=True)
         }
 
 
 def _layout_of(model: Network, settings: LoraSettings) -> Layout:
-    spec = model.spec
-    keys: list[AdapterKey] = [
-        (site, visit.slot) for visit in model.plan for site in settings.sites if site != "head"
-    ]
-    keys += [("head", None)] if "head" in settings.sites else []
-    outs = {key: _channels(spec)[key[0]] for key in keys}
-    return Layout(spec.dim, settings.rank, outs)
+    shapes: dict[AdapterKey, tuple[int, int]] = {
+        (site, visit.slot): (trunk.spec.dim, _channels(trunk.spec)[site])
+        for trunk in model.trunks
+        for visit in trunk.plan
+        for site in settings.sites
+        if site != "head"
+    }
+    if "head" in settings.sites:
+        vocab_size, width = model.get_parameter(model.head_name).shape
+        shapes["head", None] = (width, vocab_size)
+    return Layout(settings.rank, shapes)
 
 
 def _channels(spec: ModelSpec) -> dict[str, int]:
-    """Site -> channels that it writes."""
+    """Site of a block -> channels that it writes."""
     kv_dim = spec.num_kv_heads * spec.head_dim
-    wide = dict.fromkeys(("q", "o", "mlp"), spec.dim)
-    return wide | {"k": kv_dim, "v": kv_dim, "head": spec.vocab_size}
+    return {"q": spec.dim, "k": kv_dim, "v": kv_dim, "o": spec.dim, "mlp": spec.dim}
 
 
 class Lora:
@@ -248,8 +252,12 @@ class Lora:
         seeds = np.random.SeedSequence((self.settings.seed, number))
         generator = torch.Generator(self.weights.device)
         generator.manual_seed(int(seeds.generate_state(1, np.uint64)[0]))
-        bound = self.layout.width**-0.5
-        self.weights[row, : self.layout.num_a].uniform_(-bound, bound, generator=generator)
+        end = 0
+        # Neighbours of one width are drawn at once.
+        for width, same in groupby(width for width, _ in self.layout.shapes.values()):
+            begin, end = end, end + self.settings.rank * width * len(list(same))
+            bound = width**-0.5
+            self.weights[row, begin:end].uniform_(-bound, bound, generator=generator)
 
     def _select(self, rows: Tensor) -> Lora:
         other = copy.copy(self)

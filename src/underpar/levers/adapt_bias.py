@@ -65,7 +65,7 @@ class BiasSGD(SGD):
     """SGD on a bias that is not part of the artifact."""
 
     def __init__(self, settings: Settings, vocab_size: int) -> None:
-        super().__init__(settings, (f"levers.{NAME}.bias",))
+        super().__init__(settings, (f"*levers.{NAME}.bias",))
         self._vocab_size = vocab_size
 
     def attach(self, model: Any) -> None:

@@ -16,13 +16,17 @@ Cost: one rounding of the chosen matrices in every `every`-th step after `start`
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from underpar.levers.ste import round_rows
 from underpar.recipe import ModelSpec, require
 from underpar.seams import check_layers
+
+if TYPE_CHECKING:
+    from underpar.model.network import Network
 
 STAGE = "train"
 
@@ -65,13 +69,13 @@ class Lever:
         layers = check_layers("qat_lite", settings.layers, spec)
         self.names = [f"blocks.{layer}.attn.{part}.weight" for layer in layers for part in "qk"]
 
-    def penalty(self, model: nn.Module, step: int, p: float) -> Tensor | None:
+    def penalty(self, model: Network, step: int, p: float) -> Tensor | None:
         """The scaled mean distance of the matrices from their rounding; None in other steps."""
         start = self.settings.start
         if p < start or step % self.settings.every:
             return None
         ramp = (p - start) / (1.0 - start)
-        distances = [self._distance(model.get_parameter(name)) for name in self.names]
+        distances = [self._distance(model.main.get_parameter(name)) for name in self.names]
         return self.settings.strength * ramp * torch.stack(distances).mean()
 
     def _distance(self, weight: Tensor) -> Tensor:

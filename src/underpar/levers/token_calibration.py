@@ -70,7 +70,7 @@ class TokenCalibration:
 
     def attach(self, model: Any) -> None:
         """Calibrate the capped logits of the model."""
-        device = model.embedding.weight.device
+        device = next(model.parameters()).device
         scales, biases = (
             torch.tensor(values)[self.classes].to(device)  # (V,)
             for values in (self.settings.scales, self.settings.biases)

@@ -52,4 +52,6 @@ def plug(settings: Settings, spec: ModelSpec) -> SGD:
     # Round first: 10 * (1 - 0.9) is 0.99... in floats, and 1 is meant.
     first = math.floor(round(spec.num_layers * (1 - settings.share), 6))
     first = min(first, spec.num_layers - 1)
-    return SGD(settings, [f"blocks.{layer}.mlp.*" for layer in range(first, spec.num_layers)])
+    layers = range(first, spec.num_layers)
+    # In an H-Net those of the main network.
+    return SGD(settings, [f"{where}blocks.{n}.mlp.*" for n in layers for where in ("", "main.")])

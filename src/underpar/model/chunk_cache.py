@@ -33,6 +33,8 @@ class ChunkCache:
         self.positions = self.lengths
         self.room = 0
         """Tokens per lane for which memory is allocated."""
+        self.chunks: ChunkCache | None = None
+        """The cache of the chunks of these tokens, if a network cuts them (`model/chunks.py`)."""
         self._spec = spec
         self._lanes = torch.arange(num_lanes, device=device)
         # Keys and values (2, L, room, K, D) by slot: a layer that is visited twice has two caches.
@@ -44,6 +46,8 @@ class ChunkCache:
         """Drop a step that was not committed, with everything that it computed."""
         self._step: Place | None = None
         self._read: dict[str, Tensor] = {}
+        if self.chunks is not None:
+            self.chunks.forget()
 
     def begin(self, counts: Tensor, width: int, farthest: int) -> None:
         """Make ready for the next `counts` (L,) tokens of the lanes, each padded to `width`.
@@ -84,10 +88,21 @@ class ChunkCache:
     def previous(self, name: str, x: Tensor) -> Tensor:
         """x (N, ...) one token earlier in the lane; zeros at the start of a document."""
         rows = x.unflatten(0, (len(self._lanes), -1))  # (L, C, ...)
-        if name not in self._last:
-            self._last[name] = torch.zeros_like(rows[:, 0])
+        return self.carry(name, rows)[:, :-1].flatten(0, 1)
+
+    def carry(self, name: str, rows: Tensor) -> Tensor:
+        """rows (L, C, ...), and before them the lane's last row of earlier steps: (L, 1 + C, ...).
+
+        That is zeros at the start of a document.
+        """
         self._read[name] = rows.detach()
-        return torch.cat((self._last[name][:, None], rows[:, :-1]), dim=1).flatten(0, 1)
+        return torch.cat((self.last(name, rows[:, 0])[:, None], rows), dim=1)
+
+    def last(self, name: str, like: Tensor) -> Tensor:
+        """What `carry` puts before the rows, (L, ...)."""
+        if name not in self._last:
+            self._last[name] = torch.zeros_like(like)
+        return self._last[name]
 
     @torch.no_grad()
     def commit(self) -> None:
@@ -99,7 +114,22 @@ class ChunkCache:
             moved = (counts > 0).view(-1, *[1] * (last.ndim - 1))
             last.copy_(torch.where(moved, rows[self._lanes, ends], last))
         self.lengths.add_(counts)
+        if self.chunks is not None:
+            self.chunks.commit()
         self.forget()
+
+    @property
+    def counts(self) -> Tensor:
+        """(L,) how many of the tokens that the step reads are real."""
+        return self._begun.counts
+
+    def begin_chunks(self, counts: Tensor, width: int) -> ChunkCache:
+        """The cache of chunks, ready for the next `counts` (L,) of them, padded to `width`."""
+        if self.chunks is None:
+            self.chunks = self.empty_like(len(self._lanes))
+        # Chunks are not more than tokens.
+        self.chunks.begin(counts, width, min(self.room - 1, self.context))
+        return self.chunks
 
     @property
     def _begun(self) -> Place:
@@ -111,6 +141,8 @@ class ChunkCache:
         self.lengths.masked_fill_(lanes, 0)
         for last in self._last.values():
             last.masked_fill_(lanes.view(-1, *[1] * (last.ndim - 1)), 0)
+        if self.chunks is not None:
+            self.chunks.reset(lanes)
 
     def empty_like(self, num_lanes: int) -> ChunkCache:
         """A cache of `num_lanes` lanes of the same model that have read nothing."""
@@ -125,11 +157,16 @@ class ChunkCache:
         for name, last in other._last.items():
             rows = self._last.setdefault(name, last.new_zeros(len(self._lanes), *last.shape[1:]))
             rows[lanes] = last
+        if other.chunks is not None:
+            if self.chunks is None:
+                self.chunks = self.empty_like(len(self._lanes))
+            self.chunks.put(lanes, other.chunks)
 
     def state(self) -> dict[str, Any]:
         """Everything that was read, between two steps. The tensors are live, not copies."""
-        numbers = {"lengths": self.lengths, "room": self.room}
-        return {**numbers, "slots": self._slots, "last": self._last}
+        state = {"lengths": self.lengths, "room": self.room}
+        state |= {"slots": self._slots, "last": self._last}
+        return state if self.chunks is None else {**state, "chunks": self.chunks.state()}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue from a state of as many lanes or fewer. Tensors keep their addresses."""
@@ -140,6 +177,9 @@ class ChunkCache:
         other.lengths, other.room = lengths.to(device), state["room"]
         other._slots = {int(slot): cache.to(device) for slot, cache in state["slots"].items()}
         other._last = {name: last.to(device) for name, last in state["last"].items()}
+        if "chunks" in state:
+            other.chunks = other.empty_like(len(lengths))
+            other.chunks.load(state["chunks"])
         self.put(range(len(lengths)), other)
 
     def keep(self, lanes: Tensor) -> None:
@@ -148,6 +188,8 @@ class ChunkCache:
         self._lanes = self._lanes[: len(lanes)]
         self._slots = {slot: cache.index_select(1, lanes) for slot, cache in self._slots.items()}
         self._last = {name: last[lanes] for name, last in self._last.items()}
+        if self.chunks is not None:
+            self.chunks.keep(lanes)
         self.forget()
 
 

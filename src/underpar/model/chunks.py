@@ -1,10 +1,10 @@
 """The cache of a stream of chunks, cut out of a stream of tokens at its boundaries.
 
 A boundary begins a chunk, and the token there stands for the chunk. Chunks are read by a network
-of their own (model/hnet.py), with a cache of their own: in a flat pack (`PackedChunks`), or in
-lanes that step one token at a time (`LaneChunks`). Both have three methods beside those of a cache:
-`gather` takes what stands for each chunk, `smooth` blends each chunk with those before it, and
-`spread` gives each token what its chunk was made to.
+of their own (model/hnet.py), with a cache of their own: in a flat pack (`PackedChunks`), in lanes
+that step one token at a time (`LaneChunks`), or in lanes that read several (`RowChunks`). All have
+three methods beside those of a cache: `gather` takes what stands for each chunk, `smooth` blends
+each chunk with those before it, and `spread` gives each token what its chunk was made to.
 
 Smoothing (arXiv:2507.07955, equation 5) is z[c] = P[c] y[c] + (1 - P[c]) z[c - 1] over the chunks
 of a segment, and z = y at its first. P is the probability of the chunk's boundary and above 1/2, so
@@ -15,12 +15,17 @@ Shapes: N tokens, C chunks.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from underpar.model.kv_cache import LaneCache, PackedCache
 from underpar.seams import KVCache
+
+if TYPE_CHECKING:
+    from underpar.model.chunk_cache import ChunkCache
 
 # 32 chunks: the share of one that is farther back is below 2^-32.
 DOUBLINGS = 5
@@ -89,16 +94,78 @@ class PackedChunks(PackedCache):
     def smooth(self, y: Tensor, p: Tensor) -> Tensor:
         """y (C, dim), each blended with those before it; p (C,) of the boundary of each."""
         decay = torch.where(self.positions == 0, 0.0, 1 - p)[:, None]
-        z = (1 - decay) * y.to(decay.dtype)
-        # After k doublings a chunk has the shares of 2^k chunks.
-        for back in (1 << k for k in range(DOUBLINGS)):
-            z = z + decay * F.pad(z, (0, 0, back, 0))[: len(z)]
-            decay = decay * F.pad(decay, (0, 0, back, 0))[: len(z)]
-        return z.to(y.dtype)
+        return blended((1 - decay) * y.to(decay.dtype), decay).to(y.dtype)
 
     def spread(self, y: Tensor) -> Tensor:
         """y (C, dim) of the chunk of each token: (N, dim)."""
         return torch.where(self._has_chunk[:, None], y[self._chunk], 0.0)
+
+
+def blended(z: Tensor, decay: Tensor) -> Tensor:
+    """z[c] + decay[c] z[c - 1] + decay[c] decay[c - 1] z[c - 2] + ...; z (..., C, dim) and decay
+    (..., C, 1)."""
+    num_chunks = z.size(-2)
+    # After k doublings a chunk has the shares of 2^k chunks.
+    for back in (1 << k for k in range(DOUBLINGS)):
+        z = z + decay * F.pad(z, (0, 0, back, 0))[..., :num_chunks, :]
+        decay = decay * F.pad(decay, (0, 0, back, 0))[..., :num_chunks, :]
+    return z
+
+
+class RowChunks:
+    """The chunks of lanes that each read a row of tokens in a step.
+
+    A lane has room for a chunk per token of its row, so no shape depends on the text. What a lane
+    keeps of its chunks is in `chunks` of the cache of tokens. Tokens before the first boundary of a
+    row belong to the last chunk of the steps before.
+    """
+
+    def __init__(self, cache: ChunkCache, is_boundary: Tensor) -> None:
+        num_lanes = len(cache.counts)
+        begins = is_boundary.unflatten(0, (num_lanes, -1))  # (L, C)
+        width = begins.size(1)
+        places = torch.arange(width, device=begins.device).repeat(num_lanes, 1)
+        # The number of chunks that begin in a row up to each token.
+        self._ends = (begins & (places < cache.counts[:, None])).cumsum(1)
+        counts = self._ends[:, -1]
+        self._kept = cache.begin_chunks(counts, width)
+        self.context, self.positions = cache.context, self._kept.positions
+        self._is_used = (places < counts[:, None]).flatten()
+        first = torch.searchsorted(self._ends, places + 1).clamp(max=width - 1)
+        self._rows = torch.arange(num_lanes, device=begins.device)[:, None]
+        self._first = (self._rows * width + first).flatten()
+
+    def attend(self, slot: int, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+        """Causal attention over the chunks of each lane."""
+        return self._kept.attend(slot, q, k, v, window)
+
+    def previous(self, name: str, x: Tensor) -> Tensor:
+        """x (L * C, ...) of the chunk before."""
+        return self._kept.previous(name, x)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """x (L * C, ...) of the token that stands for each chunk; zeros where there is none."""
+        used = self._is_used.view(-1, *[1] * (x.ndim - 1))
+        return torch.where(used, x.index_select(0, self._first), torch.zeros_like(x[:1]))
+
+    def smooth(self, y: Tensor, p: Tensor) -> Tensor:
+        """y (L * C, dim), each blended with those before it, also of steps before."""
+        decay = torch.where(self.positions == 0, 0.0, 1 - p)[:, None]
+        z, decay = (
+            part.unflatten(0, (len(self._rows), -1))
+            for part in ((1 - decay) * y.to(decay.dtype), decay)
+        )
+        before = self._kept.last("smooth", z[:, 0])[:, None]
+        z = blended(torch.cat((before, z), dim=1), F.pad(decay, (0, 0, 1, 0)))
+        self._kept.carry("smooth", z[:, 1:])
+        return z[:, 1:].flatten(0, 1).to(y.dtype)
+
+    def spread(self, y: Tensor) -> Tensor:
+        """y (L * C, dim) of the chunk of each token."""
+        rows = self._kept.carry("spread", y.unflatten(0, (len(self._rows), -1)))
+        return rows.flatten(0, 1).index_select(
+            0, (self._rows * rows.size(1) + self._ends).flatten()
+        )
 
 
 class LaneChunks(LaneCache):
@@ -154,7 +221,7 @@ class LaneChunks(LaneCache):
         self._next = self._next[lanes]
 
 
-Chunks = PackedChunks | LaneChunks
+Chunks = PackedChunks | RowChunks | LaneChunks
 
 
 def cut(cache: KVCache, is_boundary: Tensor, room: int = 0) -> Chunks:
@@ -164,5 +231,6 @@ def cut(cache: KVCache, is_boundary: Tensor, room: int = 0) -> Chunks:
             cache.chunks = LaneChunks(cache)
         cache.chunks.begin(is_boundary, cache.positions == 0)
         return cache.chunks
-    assert isinstance(cache, PackedCache), "chunks of lanes that read several tokens are not there"
-    return PackedChunks(cache, is_boundary, room)
+    if isinstance(cache, PackedCache):
+        return PackedChunks(cache, is_boundary, room)
+    return RowChunks(cast("ChunkCache", cache), is_boundary)

@@ -104,8 +104,13 @@ class GPT(Trunk, Network):
             init_blocks(self)
 
     @property
-    def trunks(self) -> tuple[Trunk, ...]:
+    def main(self) -> Trunk:  # type: ignore[override]
         """The blocks, which are those of the network itself."""
+        return self
+
+    @property
+    def trunks(self) -> tuple[Trunk, ...]:
+        """The same."""
         return (self,)
 
     def run_blocks(self, tokens: Tensor, cache: KVCache, run: Eager = EAGER) -> Stream:

@@ -94,6 +94,8 @@ class Network(nn.Module, ABC):
     spec: ModelSpec
     plan: tuple[Visit, ...]
     """The visits of one forward pass, in order."""
+    main: Trunk
+    """The blocks that `spec` describes."""
     hooks: Hooks
     """What levers do in the forward pass. Adapters add theirs with `hooks.change`."""
     head_name = "embedding.weight"
