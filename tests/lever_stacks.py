@@ -102,8 +102,8 @@ def randomized(recipe: Recipe) -> Network:
     return model
 
 
-def batch_of(lengths: list[int], context: int, seed: int = 0) -> Batch:
-    """Random documents, packed."""
+def batch_of(lengths: list[int], context: int, seed: int = 0, words: int = 500) -> Batch:
+    """Random documents of so many words, packed."""
     rng = np.random.default_rng(seed)
-    docs = [np.append(1, rng.integers(4, 500, n)) for n in lengths]
+    docs = [np.append(1, rng.integers(4, words, n)) for n in lengths]
     return pack_documents(docs, 1, context)[0]

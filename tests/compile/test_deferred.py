@@ -11,7 +11,8 @@ from torch._dynamo.backends.debugging import aot_eager
 
 from lever_stacks import batch_of, randomized
 from underpar.compile.deferred import LazyKernel, kernels_later, outputs_like
-from underpar.compile.regions import Sharing, TracedRun, inductor
+from underpar.compile.regions import Sharing, inductor
+from underpar.compile.traced_run import TracedRun
 from underpar.recipe import load_recipe
 from underpar.train.step import mean_loss
 

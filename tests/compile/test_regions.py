@@ -11,7 +11,8 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch.utils.checkpoint import checkpoint
 
 from lever_stacks import batch_of, randomized
-from underpar.compile.regions import DynamoBranches, Sharing, TracedRun, take_rows_out
+from underpar.compile.regions import DynamoBranches, Sharing, take_rows_out
+from underpar.compile.traced_run import TracedRun
 from underpar.model.gpt import GPT
 from underpar.model.network import EAGER, Eager
 from underpar.recipe import load_recipe

@@ -9,7 +9,8 @@ from torch import Tensor, fx, nn
 
 from lever_stacks import MODEL, batch_of, groups_of, randomized, stack_with
 from underpar.compile import tracer as tracer_module
-from underpar.compile.regions import Sharing, TracedRun
+from underpar.compile.regions import Sharing
+from underpar.compile.traced_run import TracedRun
 from underpar.compile.tracer import Traced, Tracer, settings_of
 from underpar.model.gpt import GPT
 from underpar.model.network import EAGER, Eager

@@ -13,7 +13,7 @@ import torch
 from lever_stacks import CPU, batch_of, randomized
 from underpar.build.levers import plug_levers, resolve_levers
 from underpar.build.model import build_model, weight_shapes
-from underpar.compile.regions import TracedRun
+from underpar.compile.traced_run import TracedRun
 from underpar.core.run_folder import RunFolder
 from underpar.core.runtime import Runtime
 from underpar.data.folder import load_data

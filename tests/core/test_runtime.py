@@ -229,7 +229,7 @@ def test_a_run_says_what_each_of_its_starts_took(
 ) -> None:
     age = [3.0]
     monkeypatch.setattr(loop, "process_age_seconds", lambda: age[0])
-    monkeypatch.setattr(loop, "TracedRun", lambda: EAGER)
+    monkeypatch.setattr(loop, "TracedRun", lambda rewrites: EAGER)
 
     def warm_up(*_: object) -> None:
         age[0] += 40.0

@@ -7,7 +7,8 @@ import torch
 
 from lever_stacks import batch_of, randomized
 from underpar.build.model import build_model
-from underpar.compile.regions import Sharing, TracedRun
+from underpar.compile.regions import Sharing
+from underpar.compile.traced_run import TracedRun
 from underpar.errors import BenchError
 from underpar.lab.candidates import AS_IT_IS, load_candidate
 from underpar.model.network import EAGER

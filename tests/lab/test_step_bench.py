@@ -11,7 +11,7 @@ import torch
 from lever_stacks import batch_of
 from underpar.compile import regions
 from underpar.core.runtime import Runtime
-from underpar.errors import BenchError
+from underpar.errors import BenchError, UnderparError
 from underpar.lab import step_bench
 from underpar.lab.bench_report import rows_of, sentence_of, write_bench
 from underpar.lab.step_bench import (
@@ -127,6 +127,31 @@ def test_sides_of_one_mode_share_their_graphs(candidate: Callable[..., tuple[Pat
     twice = sides_of(plain(), plain(), compiled=True)
     other = sides_of(plain(), plain(candidates=candidate(text)), compiled=True)
     assert step_bench.num_graphs(*other) == step_bench.num_graphs(*twice) + 1
+
+
+def test_sides_differ_in_their_rewrites() -> None:
+    without, folded, all_that_fit = sides_of(
+        plain(rewrites="none"), plain(rewrites="folded_scales"), plain(), compiled=True
+    )
+    assert without.run.rewrites == frozenset() and folded.run.rewrites == {"folded_scales"}
+    # On a GPU the loss too.
+    assert all_that_fit.describe(1.0)["rewrites"] == ["folded_scales", "fused_skips"]
+    assert all_that_fit.variant.label(without.variant) == "baseline+cpu"
+    assert without.variant.label(folded.variant) == "baseline+cpu + rewrites none"
+    for side in (folded, all_that_fit):
+        assert require_agreement(without, side)["same_function"]
+    with pytest.raises(UnderparError, match="runs on CUDA only"):
+        sides_of(plain(rewrites="linear_loss"), compiled=True)
+    with pytest.raises(UnderparError, match="not compiled"):
+        sides_of(plain(rewrites="fused_skips"))
+
+
+def test_a_candidate_that_a_rewrite_passes_by_is_refused(
+    candidate: Callable[..., tuple[Path, ...]],
+) -> None:
+    text = HARMLESS.replace("block.mlp.forward =", "block.mlp_branch =")
+    with pytest.raises(BenchError, match=r"block\.mlp_branch, which folded_scales does not call"):
+        sides_of(plain(candidates=candidate(text)), compiled=True)
 
 
 def test_candidates_add_up_and_only_one_has_the_loss(

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from underpar.build.model import build_model, weight_shapes
-from underpar.compile.regions import Sharing, TracedRun, inductor
+from underpar.compile.regions import Sharing, inductor
+from underpar.compile.traced_run import TracedRun
 from underpar.compile.tracer import Compiler
 from underpar.data.batch import Batch, pack_documents
 from underpar.errors import RecipeError

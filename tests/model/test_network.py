@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from underpar.compile.regions import Sharing, TracedRun
+from underpar.compile.regions import Sharing
+from underpar.compile.traced_run import TracedRun
 from underpar.core.runtime import Runtime
 from underpar.data.batch import Batch, pack_documents
 from underpar.errors import LeverError

@@ -12,7 +12,17 @@ NEW_OPTIONS: dict[str, set[str]] = {
     "score": {"exact"},
     "compress": {"adapt", "exact", "index", "split", "verify"},
     "decompress": {"document"},
-    "bench": {"at", "attention", "candidate", "compile_", "out", "set_", "sides"},
+    "bench": {
+        "at",
+        "attention",
+        "candidate",
+        "compile_",
+        "out",
+        "revision",
+        "rewrites",
+        "set_",
+        "sides",
+    },
     "audit": {
         "cap",
         "documents",

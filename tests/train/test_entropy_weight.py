@@ -10,7 +10,8 @@ from torch import Tensor
 
 from lever_stacks import batch_of
 from underpar.build.model import build_model
-from underpar.compile.regions import Sharing, TracedRun
+from underpar.compile.regions import Sharing
+from underpar.compile.traced_run import TracedRun
 from underpar.core.run_folder import RunFolder
 from underpar.core.runtime import Runtime
 from underpar.errors import RecipeError

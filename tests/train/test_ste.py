@@ -18,6 +18,7 @@ from thread_ranks import unheard
 from underpar.build.levers import lever_settings, plug_levers, resolve_levers
 from underpar.build.model import build_model
 from underpar.compile import regions as compiled
+from underpar.compile.traced_run import TracedRun
 from underpar.core.run_folder import RunFolder
 from underpar.core.runtime import Runtime
 from underpar.core.tensor_files import read_tensors
@@ -332,7 +333,7 @@ def test_compiled_it_acts_without_another_graph(
         assert grad is not None
         return grad.clone()
 
-    run = compiled.TracedRun()
+    run = TracedRun()
     before = gradient(run, 0.0)
     num_graphs = len(graphs)
     after = gradient(run, 0.6)

@@ -72,6 +72,13 @@ def bench(
         list[str] | None,
         typer.Option(help="A git revision of underpar, for 'step': B=HEAD~3."),
     ] = None,
+    rewrites: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Forms in which training computes the network: auto, none, or names with commas: "
+            "A=none, B=folded_scales,fused_skips (docs/speed.md)."
+        ),
+    ] = None,
     at: Annotated[
         float, typer.Option(help="Progress of training, 0 to 1: sets loops and context.")
     ] = 0.0,
@@ -91,6 +98,7 @@ def bench(
     underpar bench step h200-300s h200-300s --candidate B=FILE.py --at 0.6 --out bench
     underpar bench step pr2014 pr2014 --compile B=max-autotune-no-cudagraphs
     underpar bench step h200-300s h200-300s --set B=levers.lanes=false
+    underpar bench step h200-300s h200-300s --rewrites A=none
     underpar bench step demo demo demo --candidate B=b.py --candidate C=c.py
     underpar bench step h200-300s h200-300s --revision A=HEAD~3
     underpar bench operator mlp h200-300s h200-300s --candidate B=FILE.py
@@ -123,6 +131,7 @@ def bench(
         "candidates": candidate or [],
         "attention": attention or [],
         "compiled": compile_ or [],
+        "rewrites": rewrites or [],
     }
     if name != "step":
         refuse_options(name, {"revision": revision or []})

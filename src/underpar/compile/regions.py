@@ -5,7 +5,8 @@ over blocks is not compiled (`Trunk.visit_blocks`), so turning a depth loop on c
 and layers that differ only in their weights share a graph. README.md in this folder has the reasons
 and the prices.
 
-Three runners, all in place of `model.network.EAGER`:
+Three runners, all in place of `model.network.EAGER`. That of training is in `traced_run.py`, which
+the counted script does not carry:
 
 | runner         | regions                    | traced by        | used for                      |
 |----------------|----------------------------|------------------|-------------------------------|
@@ -20,22 +21,19 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from copy import copy
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from underpar.compile.deferred import kernels_later, outputs_like
-from underpar.compile.tracer import Compiler, Traced, autocasts, settings_of
 from underpar.model.kv_cache import PackedCache
 from underpar.model.network import Eager, Network, Visited
 from underpar.seams import KVCache, Stream, Visit
 
-if TYPE_CHECKING:
-    from underpar.model.hnet import HNet
+# A graph and examples of its inputs -> the function that runs the graph.
+Compiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
 # Dynamo gives up on a function after eight traces. Each visit of a long plan is one.
 MOST_TRACES = 4096
@@ -83,107 +81,6 @@ class CompiledRun(Eager, ABC):
                 yield
         finally:
             self._sharing.is_trace_only = False
-
-
-class TracedRun(CompiledRun):
-    """For passes over packs of few sizes, as in training. Our own tracer traces them.
-
-    What levers do before a visit is a region of its own. Visits with and without it then share the
-    graph of the visit itself.
-    """
-
-    def __init__(self, sharing: Sharing | None = None) -> None:
-        super().__init__(sharing)
-        # Of the network in this pass: part of what a graph is found by.
-        self._settings: Hashable = None
-
-    def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A traced function may change no argument: it gets copies, and returns what it made."""
-        traced = Traced(function, self._sharing)
-        return lambda *args: traced(*args, settings=self._settings)
-
-    def embed(self, network: Network, tokens: Tensor, cache: KVCache) -> Stream:
-        """The stream that the first block reads, whose cache does not tell the context."""
-        assert isinstance(cache, PackedCache)
-        self._sharing.begin_pass()
-        self._settings = settings_of(network)
-        # One graph serves all numbers of pieces.
-        mark_sized(cache.cu)
-        self._cache = cache
-        x, start, angles = self.region(_embed)(network, tokens, cache)
-        # Every attribute of the cache is part of what a graph is found by. Visits do not read the
-        # context, so it is taken away: one graph then serves all contexts, and a visit that reads
-        # the context after all is an AttributeError instead of a wrong result.
-        without_context = copy(cache)
-        del without_context.context
-        return Stream(x, start, tokens, without_context, angles)
-
-    def cut(self, network: HNet, stream: Stream) -> Stream:
-        """The stream of chunks, a region; like that of tokens, its cache tells no context."""
-        kind, fields, parts = self.region(_cut)(network, replace(stream, cache=self._cache))
-        cache = kind.__new__(kind)
-        vars(cache).update(fields)
-        mark_sized(cache.cu)
-        x, start, chunk_tokens, angles, kept = parts
-        return Stream(x, start, chunk_tokens, cache, angles, kept)
-
-    def join(self, network: HNet, stream: Stream, chunks: Stream) -> Stream:
-        """The stream of tokens again, from that of chunks: a region."""
-        x, start, kept = self.region(_join)(network, stream, chunks)
-        return Stream(x, start, stream.tokens, stream.cache, stream.angles, kept)
-
-    def before_block(self, trunk: Visited, visit: Visit, stream: Stream) -> None:
-        """Apply what levers do to the stream before a visit: a region."""
-        self._advance(_before_block, trunk, visit, stream)
-
-    def block(self, trunk: Visited, visit: Visit, stream: Stream) -> None:
-        """Take the stream through a visit of a block: a region."""
-        self._advance(_block, trunk, visit, stream)
-
-    def _advance(
-        self, part: Callable[..., Any], trunk: Visited, visit: Visit, stream: Stream
-    ) -> None:
-        stream.x = another_object(stream.x)
-        stream.x, stream.kept = self.region(part)(trunk, visit, stream)
-
-    def end(
-        self, function: Callable[..., Any], network: Network, stream: Stream, *rest: Any
-    ) -> Any:
-        """What a function makes of the stream after the last block: a region."""
-        return super().end(self.region(function), network, stream, *rest)
-
-
-def _embed(network: Network, tokens: Tensor, cache: KVCache) -> tuple[Any, ...]:
-    stream = network.embed(tokens, cache)
-    return stream.x, stream.start, stream.angles
-
-
-def _cut(network: HNet, stream: Stream) -> tuple[type, dict[str, Any], tuple[Any, ...]]:
-    chunks = network.cut(stream)
-    fields = {name: value for name, value in vars(chunks.cache).items() if name != "context"}
-    parts = (chunks.x, chunks.start, chunks.tokens, chunks.angles, chunks.kept)
-    return type(chunks.cache), fields, parts
-
-
-def _join(network: HNet, stream: Stream, chunks: Stream) -> tuple[Any, ...]:
-    joined = network.join(stream, chunks)
-    return joined.x, joined.start, joined.kept
-
-
-def _before_block(trunk: Visited, visit: Visit, stream: Stream) -> tuple[Tensor, dict[str, Any]]:
-    stream = _copy_of(stream)
-    trunk.before_block(visit, stream)
-    return stream.x, stream.kept
-
-
-def _block(trunk: Visited, visit: Visit, stream: Stream) -> tuple[Tensor, dict[str, Any]]:
-    stream = _copy_of(stream)
-    trunk.run_block(visit, stream)
-    return stream.x, stream.kept
-
-
-def _copy_of(stream: Stream) -> Stream:
-    return replace(stream, kept=tree_map(lambda kept: kept, stream.kept))
 
 
 def another_object(x: Tensor) -> Tensor:
@@ -301,6 +198,12 @@ def mark_sized(*tensors: Tensor | None) -> None:
     for tensor in tensors:
         if tensor is not None:
             torch._dynamo.mark_dynamic(tensor, 0)
+
+
+def autocasts() -> Hashable:
+    """The precision that autocast casts operations to. It is part of the key: no graph shows it."""
+    on = (kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in on)
 
 
 def inductor(graph: fx.GraphModule, inputs: list[Any], **extra: Any) -> Any:

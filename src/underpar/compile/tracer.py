@@ -19,8 +19,8 @@ from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-# A graph and examples of its inputs -> the function that runs the graph.
-Compiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
+from underpar.compile.regions import Compiler, autocasts
+
 # Where an input is found in every call: its place among the tensors of the arguments, or the table
 # of parameters or buffers of a module, and a name in it.
 Source = int | tuple[Mapping[str, Any], str]
@@ -79,12 +79,6 @@ def _fetch(source: Source, tensors: Sequence[Tensor]) -> Tensor:
     table, name = source
     tensor: Tensor = table[name]
     return tensor
-
-
-def autocasts() -> Hashable:
-    """The precision that autocast casts operations to. It is part of the key: no graph shows it."""
-    on = (kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
-    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in on)
 
 
 def settings_of(model: nn.Module) -> Hashable:

@@ -13,8 +13,9 @@ harness imports the file, and calls its functions in this order:
         Required. `network` is the uncompiled `model.gpt.GPT` of one side, on its device, with its
         weights; `recipe` is the recipe of that side. Replaces functions of the network. Returns
         nothing.
-    loss(network, stream, targets, fused, weighers)
-        Optional. Takes the place of `train.step.stream_loss`: mean nats per target.
+    loss(network, stream, targets, fused, levers)
+        Optional. Takes the place of the loss of training (`train.step.loss_for`): mean nats per
+        target.
     apply_optimizer(optimizer, recipe)
         Optional. Replaces functions of the `train.optim.Optimizer` of one side.
 
@@ -25,6 +26,7 @@ side runs in the same process with the same classes:
     block.attn.forward        (x, visit, stream) -> y
     block.mlp_branch          (x, visit) -> y: norm, MLP and scale of the branch
     block.attend              (x, visit, stream) -> y: norm, attention and scale
+                              Both only without the rewrite folded_scales, which calls neither.
     block.forward             (visit, stream, run) -> None: sets stream.x
     network.head              (x, fused) -> logits
     network.hooks.SEAM[i]     a hook of a lever; `vars(network.hooks)` has them by seam. To replace
@@ -44,9 +46,9 @@ A whole candidate:
 
 Rules for the functions that it sets:
 
-- They run compiled by `compile.regions.TracedRun`: once on tensors without values, whose operations
-  become a graph. The regions are `network.embed`, `network.before_block`, `network.run_block` and
-  the loss. What they read from a tensor's values at that time is lost.
+- They run compiled by `compile.traced_run.TracedRun`: once on tensors without values, whose
+  operations become a graph. The regions are `network.embed`, `network.before_block`,
+  `network.run_block` and the loss. What they read from a tensor's values at that time is lost.
 - They read tensors from their arguments or from modules of the network. Another tensor must be
   registered first: `module.register_buffer(name, tensor, persistent=False)`. `apply` adds and
   removes no parameters, so that both sides have the same weights and the same optimizer groups.
@@ -75,7 +77,6 @@ from underpar.errors import BenchError, UnderparError, one_line
 from underpar.model.network import Network
 from underpar.recipe import Recipe
 from underpar.train.optim import Optimizer
-from underpar.train.step import stream_loss
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class Candidate:
 
     path: Path | None = None
     apply: Callable[[Network, Recipe], None] = lambda network, recipe: None
-    loss: Callable[..., Tensor] = stream_loss
+    loss: Callable[..., Tensor] | None = None
     apply_optimizer: Callable[[Optimizer, Recipe], None] = lambda optimizer, recipe: None
     check: Callable[[torch.device], None] = lambda device: None
 

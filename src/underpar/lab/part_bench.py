@@ -224,11 +224,12 @@ def _xsa(side: TrainingStep) -> PartCall:
 
 
 def _mlp(side: TrainingStep) -> PartCall:
-    visit = _visit(side)
+    visit, run = _visit(side), side.run
 
     def work(network: Any, x: Tensor) -> Tensor:
-        y: Tensor = network.blocks[visit.layer].mlp_branch(x, visit)
-        return y
+        # In the exact pass without compiler and rewrites.
+        runner = run if network is side.model else EAGER
+        return runner.mlp(network.blocks[visit.layer], x, visit)
 
     return TracedPart(side, work, [_hidden(side)])
 

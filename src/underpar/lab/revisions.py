@@ -106,6 +106,9 @@ class RevisionSide:
         """Ask the process to make its network and to compile it."""
         fields = asdict(self.variant)
         del fields["revision"]
+        if self.variant.rewrites == "auto":
+            # Earlier revisions have no rewrites.
+            del fields["rewrites"]
         fields["candidates"] = [str(path.resolve()) for path in self.variant.candidates]
         self.at = at
         self._send("open", variant=fields, at=at, device=device)

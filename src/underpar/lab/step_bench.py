@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -31,8 +31,10 @@ from underpar.build.levers import plug_levers
 from underpar.build.model import build_model
 from underpar.build.recipe import load_checked
 from underpar.compile.modes import sharing_in
-from underpar.compile.regions import CompiledRun, Sharing, TracedRun
+from underpar.compile.regions import CompiledRun, Sharing
+from underpar.compile.rewrites import FOLDED_SCALES, choose_rewrites
 from underpar.compile.startup import end_warm_up, warm_compiler
+from underpar.compile.traced_run import TracedRun
 from underpar.core.progress import SILENT, Progress
 from underpar.core.runtime import Runtime, seed_everything
 from underpar.core.words import count_text
@@ -51,7 +53,7 @@ from underpar.seams import BOS_ID
 from underpar.train import schedule
 from underpar.train.meter import flops_per_token, peak_flops
 from underpar.train.optim import Optimizer
-from underpar.train.step import accumulate, mean_loss, step_of
+from underpar.train.step import accumulate, loss_for, mean_loss, step_of
 
 LETTERS = "ABCDEFGH"
 # Steps with different documents, in turn.
@@ -70,13 +72,17 @@ UPDATE_LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.05}
 
 @dataclass(frozen=True)
 class Variant:
-    """What one side runs. `compiled`: "off", or a mode of torch.compile."""
+    """What one side runs.
+
+    `compiled`: "off", or a mode of torch.compile. `rewrites`: as for `choose_rewrites`.
+    """
 
     recipe: str
     overrides: tuple[str, ...] = ()
     candidates: tuple[Path, ...] = ()
     attention: str = "auto"
     compiled: str = "default"
+    rewrites: str = "auto"
     revision: str = ""
     """A git revision of underpar; it runs in a process of its own (revisions.py)."""
 
@@ -87,6 +93,7 @@ class Variant:
         words += [f"attention {self.attention}"] if self.attention != "auto" else []
         words += [f"compile {self.compiled}"] if self.compiled != "default" else []
         words += [f"revision {self.revision}"] if self.revision else []
+        words += [f"rewrites {self.rewrites}"] if self.rewrites != "auto" else []
         return words
 
     def label(self, other: Variant) -> str:
@@ -215,10 +222,9 @@ class TrainingStep:
         for candidate in candidates:
             candidate.apply(self.model, recipe)
             candidate.apply_optimizer(self.optimizer, recipe)
-        losses = [c.loss for c in candidates if c.loss is not AS_IT_IS.loss]
+        losses = [c.loss for c in candidates if c.loss is not None]
         if len(losses) > 1:
             raise BenchError(f"{len(losses)} candidates have a loss; name one of them")
-        self.loss = losses[0] if losses else AS_IT_IS.loss
         optimizers = {candidate.apply_optimizer for candidate in candidates}
         self.has_own_optimizer = bool(optimizers - {AS_IT_IS.apply_optimizer})
         levers = plug_levers(recipe, "train").values()
@@ -226,7 +232,12 @@ class TrainingStep:
         for averager in self.averagers:
             averager.start(dict(self.model.state_dict()))
         self.sharing: Sharing | None = sharing
-        self.run: Eager = EAGER if sharing is None else TracedRun(sharing)
+        # Compiled or not is the choice of each side.
+        compiled = replace(runtime, compiled=sharing is not None)
+        rewrites = choose_rewrites(variant.rewrites, self.model, compiled).names
+        _require_called(self.model, rewrites)
+        self.run: Eager = EAGER if sharing is None else TracedRun(sharing, rewrites)
+        self.loss = losses[0] if losses else loss_for(self.run)
         # The exact gradients for the weights of now, once they are known.
         self.exact: dict[str, Tensor] | None = None
         self.batches = batches
@@ -258,6 +269,7 @@ class TrainingStep:
             "candidates": [str(path) for path in self.variant.candidates],
             "attention": backend_of(runtime.device, runtime.dtype),
             "compiled": self.variant.compiled if self.sharing else "off",
+            "rewrites": sorted(self.run.rewrites),
             "step_tokens": self.step_tokens,
             "micro_batches": len(step_of(part)),
             "context": context,
@@ -354,6 +366,17 @@ class TrainingStep:
     def _accumulate(self, batches: Iterator[Batch], num: int) -> Tensor:
         parts = (self.model, batches, num, self.runtime, self.run)
         return accumulate(*parts, loss_of=self.loss)
+
+
+def _require_called(model: Network, rewrites: Collection[str]) -> None:
+    """Refuse a candidate's function that a rewrite passes by."""
+    blocks = [block for trunk in model.trunks for block in trunk.blocks]
+    names = {name for block in blocks for name in ("attend", "mlp_branch") if name in vars(block)}
+    if names and FOLDED_SCALES in rewrites:
+        raise BenchError(
+            f"a candidate replaces block.{min(names)}, which {FOLDED_SCALES} does not call: name "
+            "the other rewrites with --rewrites, or 'none'"
+        )
 
 
 def device_seconds(call: Callable[[], object], calls: int, runtime: Runtime) -> float:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from underpar.build.model import build_model
-from underpar.compile.regions import TracedRun
+from underpar.compile.rewrites import choose_rewrites
+from underpar.compile.traced_run import TracedRun
 from underpar.core.progress import SILENT, Progress, Task
 from underpar.core.runtime import Runtime, seed_everything
 from underpar.data.made_up import made_up_batch
@@ -121,7 +122,8 @@ class _Training:
             made_up_batch(micro, model.spec.vocab_size, rng, part.order)
             for micro in cycle(self.plan)
         )
-        self._run = TracedRun() if runtime.compiled else EAGER
+        rewrites = choose_rewrites("auto", model, runtime).names
+        self._run = TracedRun(rewrites=rewrites) if runtime.compiled else EAGER
 
     @property
     def num_graphs(self) -> int:

@@ -181,20 +181,23 @@ class Block(nn.Module):
 
     def attend(self, x: Tensor, visit: Visit, stream: Stream) -> Tensor:
         """What attention adds (N, dim), reading x (N, dim)."""
-        return self._branch(self.attn_scale, self.attn(self._normed(x), visit, stream))
+        y = self.attn(self.normed(x), visit, stream)
+        return self.branched(self.attn_scale.to(y.dtype) * y)
 
     def mlp_branch(self, x: Tensor, visit: Visit) -> Tensor:
         """What the MLP adds (N, dim), reading x (N, dim)."""
-        return self._branch(self.mlp_scale, self.mlp(self._normed(x), visit))
+        y = self.mlp(self.normed(x), visit)
+        return self.branched(self.mlp_scale.to(y.dtype) * y)
 
-    def _normed(self, x: Tensor) -> Tensor:
+    def normed(self, x: Tensor) -> Tensor:
+        """What a branch reads, from the stream x (N, dim)."""
         x = norm(x)
         for hook in self.hooks.normed:
             x = hook(self.layer, x)
         return x
 
-    def _branch(self, scale: Tensor, y: Tensor) -> Tensor:
-        y = scale.to(y.dtype) * y
+    def branched(self, y: Tensor) -> Tensor:
+        """What is added to the stream, from the scaled output y (N, dim) of a branch."""
         for hook in self.hooks.branch:
             y = hook(self.layer, y)
         return y

@@ -47,6 +47,8 @@ class Eager:
 
     fused = False
     """Whether the head and the loss use the formulas made for compilers (`kernels/capped.py`)."""
+    rewrites: frozenset[str] = frozenset()
+    """Names of the other forms that it computes the network in (`compile/rewrites.py`)."""
 
     def embed(self, network: Network, tokens: Tensor, cache: KVCache) -> Stream:
         """The stream that the first block reads. Every forward pass begins here."""

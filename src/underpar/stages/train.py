@@ -149,6 +149,8 @@ def _train(
             runtime,
             progress.note,
         )
+        for note in trainer.rewrites.notes():
+            progress.note(note)
         ask_main(lambda: begin_run(folder, recipe, data_path, data, runtime, asked), runtime)
         trainer.validator.on_begin = lambda: task.update(
             spent_share(recipe.train, last) if last else 0, "pricing the held-out text"

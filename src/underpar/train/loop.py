@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from underpar.compile.regions import TracedRun
+from underpar.compile.rewrites import Choice, choose_rewrites
+from underpar.compile.traced_run import TracedRun
 from underpar.core.dist import ask_main, from_main, may_fail, require_on_main, require_same
 from underpar.core.fields import reading
 from underpar.core.run_folder import RunFolder, write_atomic, write_json, writing
@@ -79,6 +80,8 @@ class Trainer:
     fake_quantizers: list[FakeQuantizer] = field(default_factory=list)
     pushers: list[Pusher] = field(default_factory=list)
     size_of: SizeOf | None = None
+    rewrites: Choice = field(init=False)
+    """Other forms of the network that compiled passes compute."""
     runner: Eager = field(init=False)
     """Runs the parts of each forward pass: as they are written, or compiled."""
     is_warm: bool = field(init=False, default=False)
@@ -91,7 +94,9 @@ class Trainer:
         self.meter = Meter(Clock("train"), peak and peak * self.runtime.world)
         self.events = EventWriter(self.folder.path)
         self.last_time = LastTime()
-        self.runner = TracedRun() if self.runtime.compiled else EAGER
+        self.rewrites = choose_rewrites("auto", self.model, self.runtime, self.loss_levers)
+        compiled = self.runtime.compiled
+        self.runner = TracedRun(rewrites=self.rewrites.names) if compiled else EAGER
         for averager in self.averagers:
             averager.start(self.weights())
         for pusher in self.pushers:

@@ -8,12 +8,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from underpar.compile.rewrites import LINEAR_LOSS
 from underpar.core.dist import sum_over_ranks
 from underpar.core.runtime import Runtime
 from underpar.data.batch import Batch
 from underpar.data.loader import Loader, MicroBatch, make_step
 from underpar.data.shards import Shard
 from underpar.kernels.capped import capped_cross_entropy
+from underpar.kernels.linear_loss import linear_loss
 from underpar.model.kv_cache import PackedCache
 from underpar.model.network import EAGER, Eager, Network, products
 from underpar.schema import TrainPart
@@ -53,6 +55,29 @@ def stream_loss(
     # A copy, because `finish` changes the stream.
     logits = network.head(network.finish(replace(stream)), fused)
     loss = _token_loss(network, logits, stream, targets, fused, levers)
+    return _with_auxiliary(network, stream, loss)
+
+
+def linear_stream_loss(
+    network: Network,
+    stream: Stream,
+    targets: Tensor,
+    fused: bool,
+    levers: Sequence[LossLever] = (),
+) -> Tensor:
+    """The same without logits, where the rewrite `linear_loss` fits (`compile/rewrites.py`)."""
+    assert not levers
+    hidden, weight = network.finish(replace(stream)), network.get_parameter(network.head_name)
+    loss = linear_loss(hidden, weight, targets, network.spec.softcap)
+    return _with_auxiliary(network, stream, loss)
+
+
+def loss_for(run: Eager) -> Callable[..., Tensor]:
+    """The function that makes the loss of the stream in passes of a runner."""
+    return linear_stream_loss if LINEAR_LOSS in run.rewrites else stream_loss
+
+
+def _with_auxiliary(network: Network, stream: Stream, loss: Tensor) -> Tensor:
     extra = network.auxiliary_loss(stream)
     # Logs, the guard and forecasts read the same loss with and without what a network adds.
     return loss if extra is None else loss + extra - extra.detach()
@@ -94,16 +119,16 @@ def mean_loss(
     batch: Batch,
     run: Eager = EAGER,
     levers: Sequence[LossLever] = (),
-    loss_of: Callable[..., Tensor] = stream_loss,
+    loss_of: Callable[..., Tensor] | None = None,
 ) -> Tensor:
     """Mean nats per target of one micro-batch. A compiled `run` compiles every part.
 
     With `levers` the gradient is that of their weighted mean; the value is still the plain mean.
-    `loss_of` makes the loss of the stream after the last block.
+    `loss_of` makes the loss of the stream after the last block, in place of the runner's own.
     """
     stream = network.run_blocks(batch.inputs, PackedCache(batch.segments), run)
     rest = (batch.targets, run.fused, tuple(levers))
-    loss: Tensor = run.end(loss_of, network, stream, *rest)
+    loss: Tensor = run.end(loss_of or loss_for(run), network, stream, *rest)
     return loss
 
 
@@ -124,7 +149,7 @@ def accumulate(
     run: Eager = EAGER,
     penalty: Callable[[], Tensor | None] | None = None,
     levers: Sequence[LossLever] = (),
-    loss_of: Callable[..., Tensor] = stream_loss,
+    loss_of: Callable[..., Tensor] | None = None,
 ) -> Tensor:
     """Leave the global batch's gradients on every rank; returns its mean loss in nats per token.
 
