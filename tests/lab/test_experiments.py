@@ -221,9 +221,51 @@ def test_the_shipped_experiments_can_be_built() -> None:
         assert jobs[WITH] != jobs[WITHOUT]
 
 
+def test_an_experiment_may_stand_on_another(
+    request_: Request, tiny_data: Path, tmp_path: Path, machine: Machine
+) -> None:
+    text = request_.file.read_text()
+    both = 'both = ["levers.qk_gain.init=4.0"]'
+    assert both in text
+    on = request_.file.with_name("on.toml")
+    on.write_text(text.replace(both, 'on = "gain"'))
+    runs_of = [
+        [cell.figure.key for cell in make_cells(Request(file, num_seeds=2))]
+        for file in (request_.file, on)
+    ]
+    assert runs_of[0] == runs_of[1]
+    result = run(Request(on, num_seeds=2), tiny_data, tmp_path / "out", machine)
+    (smear,) = [line for line in to_page(on, result).splitlines() if line.startswith("| smear")]
+    assert "`levers.smear=true` on `gain` |" in smear
+
+
+def test_the_plan_says_the_bits_that_the_cap_leaves_a_weight(
+    request_: Request, tiny_data: Path, tmp_path: Path
+) -> None:
+    def bits_with(*overrides: str) -> set[float | None]:
+        rules = "quant.rules=['blocks.*.weight grid8', 'embedding.weight grid8', '* fp16']"
+        request = Request(request_.file, ("gain",), (rules, *overrides), 1)
+        rows = plan_request(request, tiny_data, tmp_path, "cpu", None, Allowance())
+        return {row.bits for row in rows}
+
+    rest = 320_000
+    (small,), (large,) = (bits_with(f"limits.cap_bytes={rest + n}") for n in (100_000, 200_000))
+    assert small and large and 2 < small < large
+    # What the cap gives more, the matrices get.
+    weights = 2 * (3 * 96 * 96 + 2 * 96 * 128) + 512 * 96
+    assert large - small == pytest.approx(8 * 100_000 / weights, rel=1e-3)
+    with pytest.raises(BenchError, match=r"does not fit: .* bits per weight, expected 2 or more"):
+        bits_with("limits.cap_bytes=200000")
+    request = Request(request_.file, ("gain",), (), 1)
+    rows = plan_request(request, tiny_data, tmp_path, "cpu", None, Allowance())
+    assert [row.bits for row in rows] == [None, None]
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
+        ('set = ["levers.smear=true"]', 'set = []\non = "gian"', "no such.*mean 'gain'"),
+        ('set = ["levers.smear=true"]', 'set = []\non = "smear"', "recursion"),
         ('source = "PR 1"', 'from = "PR 1"', "unexpected keyword argument 'from'"),
         ("set = [", "set = [1, ", "settings are text"),
         ('set = ["levers.smear=true"]', 'set = "levers.smear=true"', "settings are text"),

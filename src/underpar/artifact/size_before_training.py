@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from underpar.artifact.budget import Budget, read_budget
-from underpar.artifact.fit import fit_to_cap
+from underpar.artifact.fit import fit_to_cap, guess_other_bytes
 from underpar.artifact.pack import pack
 from underpar.artifact.table import MAX_WEIGHTS
 from underpar.artifact.unpack import Artifact
@@ -68,6 +68,21 @@ def forecast(
         return make(1.0)[0]
     other_bytes = code_bytes + len(tokenizer)
     return fit_to_cap(make, curve, recipe.limits.cap_bytes, other_bytes, least=least).made
+
+
+def grid_bits(
+    recipe: Recipe, shapes: Mapping[str, tuple[int, ...]], code_bytes: int, tokenizer: bytes
+) -> float:
+    """Bits per weight that the cap leaves to the grids, about; no weights are made.
+
+    Below 0 the rest alone exceeds the cap. Without grids: infinite if the model fits, else below 0.
+    """
+    schemes = match_rules(list(shapes), recipe.quant.rules)
+    grids = [name for name, scheme in schemes.items() if scheme.states]
+    other = guess_other_bytes(schemes, shapes, code_bytes, tokenizer, grids)
+    room_bits = 8 * (recipe.limits.cap_bytes - other)
+    num_weights = sum(math.prod(shapes[name]) for name in grids)
+    return room_bits / num_weights if num_weights else math.copysign(math.inf, room_bits)
 
 
 def _round(weight: np.ndarray, scheme: Scheme, constant: float) -> QuantizedTensor:

@@ -625,7 +625,11 @@ def lab_experiments(
         Path | None, typer.Option(help="A variants.json whose runs need not be made again.")
     ] = None,
     plan: Annotated[
-        bool, typer.Option("--plan", help="Only say which runs there is time for.")
+        bool,
+        typer.Option(
+            "--plan",
+            help="Only say which runs there is time for, and the bits per weight within the cap.",
+        ),
     ] = False,
     page: Annotated[
         Path | None, typer.Option(help="Write the page of all experiments: docs/frontier.md.")
@@ -671,9 +675,17 @@ def lab_experiments(
             show_json({"runs": [asdict(row) for row in rows]})
             return
         cells = [
-            (row.name, ", ".join(row.uses), row.seed, row.seconds or "?", row.state) for row in rows
+            (
+                row.name,
+                ", ".join(row.uses),
+                row.seed,
+                row.seconds or "?",
+                f"{row.bits:.2f}" if row.bits else "",
+                row.state,
+            )
+            for row in rows
         ]
-        show_table("plan", ("run", "for", "seed#", "seconds#", ""), cells)
+        show_table("plan", ("run", "for", "seed#", "seconds#", "bits per weight#", ""), cells)
         return
     progress = open_progress(json)
     result, failed = run_variants(

@@ -51,6 +51,8 @@ class Claim:
     """Whether the lever is claimed to make things worse."""
     decision: str = ""
     """What a person decided about an experiment, in words."""
+    on: str = ""
+    """The experiment whose change all runs of this one have."""
     variants: tuple[Variant, ...] = ()
 
 
@@ -58,21 +60,40 @@ def read_claims(path: Path = VARIANTS) -> dict[str, Claim]:
     """The claims of a file, by name."""
     try:
         tables = tomllib.loads(path.read_text())
-        claims = {name: _claim(name, table) for name, table in tables.items()}
-    except (OSError, AttributeError, TypeError, ValueError) as error:
+        claims = {name: _claim(name, table, tables) for name, table in tables.items()}
+    except (OSError, AttributeError, TypeError, ValueError, RecursionError) as error:
         raise BenchError(f"{path} is no list of claims ({error!s:.200})") from error
     for claim in claims.values():
         _check(claim, path)
     return claims
 
 
-def _claim(name: str, table: Mapping[str, Any]) -> Claim:
+def _claim(name: str, table: Mapping[str, Any], tables: Mapping[str, Any]) -> Claim:
     if "hypothesis" in table:
-        return _experiment(name, **table)
+        both = _settings_on(table["on"], tables) if "on" in table else ()
+        rest = {key: value for key, value in table.items() if key != "both"}
+        return _experiment(name, both=(*both, *_words(table, "both")), **rest)
     variants = tuple(_variant(n, t) for n, t in table.get("variants", {}).items())
     return Claim(
         name=name, **{k: v for k, v in table.items() if k != "variants"}, variants=variants
     )
+
+
+def _words(table: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    """Settings of an experiment."""
+    words = table.get(key, ())
+    if isinstance(words, str) or not all(isinstance(word, str) for word in words):
+        raise ValueError(f'{key} = {words!r}: settings are text, in a list: ["train.seed=1"]')
+    return tuple(words)
+
+
+def _settings_on(name: str, tables: Mapping[str, Any]) -> tuple[str, ...]:
+    """All settings of the runs with the change of an experiment."""
+    if "hypothesis" not in tables.get(name, {}):
+        raise ValueError(f"on = {name!r}: no such experiment{nearest(name, list(tables))}")
+    table = tables[name]
+    before = _settings_on(table["on"], tables) if "on" in table else ()
+    return (*before, *_words(table, "both"), *_words(table, "set"))
 
 
 def _experiment(
@@ -81,15 +102,15 @@ def _experiment(
     source: str,
     base: str,
     set: Sequence[str],
-    both: Sequence[str] = (),
+    both: tuple[str, ...],
+    on: str = "",
+    figure: str = BEFORE,
     expected: str = "",
     decision: str = "",
 ) -> Claim:
     """`set` is the change, `both` are settings of the runs with it and of those without it."""
-    for words in (set, both):
-        if isinstance(words, str) or not all(isinstance(word, str) for word in words):
-            raise ValueError(f'{name!r}: settings are text, in a list: ["train.seed=1"]')
-    variants = (Variant(WITHOUT, (*both,)), Variant(WITH, (*both, *set)))
+    change = _words({"set": set}, "set")
+    variants = (Variant(WITHOUT, both), Variant(WITH, (*both, *change)))
     return Claim(
         name,
         lever="",
@@ -97,8 +118,10 @@ def _experiment(
         published=expected,
         source=source,
         base=base,
+        figure=figure,
         best=WITHOUT,
         decision=decision,
+        on=on,
         variants=variants,
     )
 

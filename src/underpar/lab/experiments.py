@@ -5,15 +5,20 @@ An experiment is a line of `experiments.toml` (`claims.py`); `variants.py` makes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from underpar.artifact.size_before_training import grid_bits
+from underpar.build.levers import resolve_levers
+from underpar.build.model import weight_shapes
 from underpar.core.run_folder import RunFolder
-from underpar.errors import RunError
-from underpar.lab.claims import WITH, WITHOUT, Claim, read_claims
-from underpar.lab.measurement import Allowance, Measurement, guess, read_bpb
+from underpar.data.folder import load_data
+from underpar.errors import BenchError, RunError
+from underpar.lab.claims import SCORED, WITH, WITHOUT, Claim, read_claims
+from underpar.lab.measurement import Allowance, Figure, Measurement, guess, read_bpb
 from underpar.lab.variants import (
     RECORD,
     Cell,
@@ -25,6 +30,7 @@ from underpar.lab.variants import (
     summarize,
     values_beside,
 )
+from underpar.submit.bundle import bundle
 
 DONE, RUNS, NO_TIME = "done", "runs", "no time"
 
@@ -37,6 +43,8 @@ class PlannedRun:
     uses: tuple[str, ...]
     seed: int
     seconds: float | None
+    bits: float | None
+    """Bits per weight of the grids that fill the cap; None without grids."""
     state: str
 
 
@@ -49,7 +57,10 @@ def plan_request(
     allowance: Allowance,
     num_at_once: int = 1,
 ) -> list[PlannedRun]:
-    """What `run_variants` with the same arguments would train, if runs took as expected."""
+    """What `run_variants` with the same arguments would train, if runs took as expected.
+
+    Refuses a network that the cap leaves too few bits per weight.
+    """
     cells = make_cells(request)
     figures = [cell.figure for cell in cells]
     measurement = Measurement(figures, data, out, device, num_at_once, allowance)
@@ -57,9 +68,11 @@ def plan_request(
     by_run: dict[str, list[Cell]] = {}
     for cell in cells:
         by_run.setdefault(cell.figure.job.name, []).append(cell)
+    tokenizer = load_data(data, verify=False).tokenizer.content
     planned, free_at = [], [0.0] * num_at_once
     for name, uses in by_run.items():
         figure = uses[0].figure
+        bits = bits_per_weight(figure, tokenizer)
         seconds = guess("train", figure, allowance)
         is_done = all(cell.figure.key in measurement.figures for cell in uses)
         if is_done or read_bpb(measurement.folder(figure)) is not None:
@@ -70,8 +83,25 @@ def plan_request(
         else:
             state = NO_TIME
         words = tuple(f"{cell.claim.name} {cell.variant.name}" for cell in uses)
-        planned.append(PlannedRun(name, words, uses[0].seed, seconds, state))
+        planned.append(PlannedRun(name, words, uses[0].seed, seconds, bits, state))
     return planned
+
+
+# A trellis of grids needs about 1 bit per weight, and below 2 a model of this size is of no use.
+LEAST_BITS = 2.0
+
+
+def bits_per_weight(figure: Figure, tokenizer: bytes) -> float | None:
+    """Bits per weight that the cap leaves to the grids of a recipe; None if it has none."""
+    recipe = resolve_levers(figure.recipe)
+    bits = grid_bits(recipe, weight_shapes(recipe), len(bundle(recipe)), tokenizer)
+    if bits < LEAST_BITS:
+        raise BenchError(
+            f"{figure.job.name} ({' '.join(figure.job.overrides)}) does not fit: its cap leaves "
+            f"{bits:.2f} bits per weight, expected {LEAST_BITS:g} or more; store other tensors in "
+            "fewer bits, or take a smaller network"
+        )
+    return bits if math.isfinite(bits) else None
 
 
 INTRODUCTION = """# Experiments
@@ -91,7 +121,7 @@ and, without training, by
   held-out text. `val` is reported for what was chosen: `underpar pack RUN`, then
   `underpar score RUN --data data`.
 - A difference is the mean of with minus without in mBPB (thousandths of a bit per byte), averaged
-  weights, before quantization. Below 0 the change helps.
+  weights, before quantization unless the row says "packed". Below 0 the change helps.
 - Its interval holds 95 % of such differences. Runs with one seed share their luck, and all runs of
   one base and protocol share one spread (randomized blocks). In one row of twenty the interval
   misses the truth.
@@ -155,9 +185,11 @@ def _row(claim: Claim, found: Comparison | None) -> tuple[str, ...]:
     settings = {variant.name: variant.set for variant in claim.variants}
     both = settings[WITHOUT]
     change = " ".join(f"`{word}`" for word in settings[WITH][len(both) :])
-    if both:
+    if claim.on:
+        change += f" on `{claim.on}`"
+    elif both:
         change += " on " + " ".join(f"`{word}`" for word in both)
-    setting = f"{claim.base}: {change}"
+    setting = f"{claim.base}: {change}" + (", packed" if claim.figure == SCORED else "")
     expected = f" Expected: {claim.published}." if claim.published else ""
     hypothesis = f"{claim.claim} ({claim.source}).{expected}"
     if found is None:
