@@ -134,6 +134,8 @@ class HNetPart:
     room for a share `spare_room` more chunks than these numbers need, and up to the progress
     `settled`, while a router learns, for a chunk in every other byte.
 
+    `skip`: the decoder also reads what the encoder made of each byte.
+
     `zero_init`: output projections of blocks start at 0, other matrices orthogonal; without it all
     start as torch's nn.Linear does.
     """
@@ -150,6 +152,7 @@ class HNetPart:
     ratio_weight: float = 0.03
     settled: float = 0.1
     zero_init: bool = True
+    skip: bool = added(True)
     levers: dict[str, dict[str, Any]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import tomllib
 from collections.abc import Sequence
@@ -10,10 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from underpar.build.levers import lever_names
+from underpar.build.model import build_model
+from underpar.build.recipe import load_checked
 from underpar.core.run_folder import RunFolder
+from underpar.data.batch import pack_documents
 from underpar.data.folder import data_identity, load_data
 from underpar.errors import BenchError, RecipeError, RunError
 from underpar.lab import runs
@@ -33,6 +39,9 @@ from underpar.lab.variants import (
     values_beside,
     verdict_of,
 )
+from underpar.schema import BYTE_IDS
+from underpar.train.meter import network_flops
+from underpar.train.step import mean_loss
 
 CLAIMS = """
 [gain]
@@ -228,14 +237,14 @@ def test_effects_are_entries_that_the_page_of_levers_reads(
 
 def test_the_first_effect_of_a_lever_stands_beside_a_claim_without_variants() -> None:
     effect = Effect("1.0 mBPB worse", "s", "w", "hurts")
-    helps = Claim("x", "smear", "c", "1 mBPB better", "PR")
-    hurts = Claim("x", "smear", "c", "1 mBPB worse", "PR", hurts=True)
+    helps = Claim("x", "c", "1 mBPB better", "PR", "smear")
+    hurts = Claim("x", "c", "1 mBPB worse", "PR", "smear", hurts=True)
     page = claims_section([helps, hurts], {"smear": [effect]})
     assert "1.0 mBPB worse | other direction" in page and "1.0 mBPB worse | same direction" in page
 
 
 def claim() -> Claim:
-    return Claim("c", "loop", "", "", "", best="a")
+    return Claim("c", "", "", "", "loop", best="a")
 
 
 def rows_of(bpb: dict[str, list[float]]) -> list[Comparison]:
@@ -366,3 +375,49 @@ def test_real_runs_are_trained_packed_and_scored(
     (run,) = [path for path in (tmp_path / "out").iterdir() if (path / "model.upar").exists()]
     off = json.loads((run / "score-plain.json").read_text())["bpb"]
     assert bpb_of(result, "bias")["off"] == [off]
+
+
+HNET = VARIANTS.with_name("hnet.toml")
+
+
+def rows_of_hnet() -> dict[str, tuple[str, tuple[str, ...]]]:
+    """Name -> base and changes of each recipe that the ablations of H-Net train."""
+    rows = {}
+    for claim in read_claims(HNET).values():
+        for variant in claim.variants:
+            rows[f"{claim.name}: {variant.name}"] = claim.base, variant.set
+    return rows
+
+
+@pytest.mark.parametrize("row", rows_of_hnet())
+def test_a_row_of_hnet_can_be_trained(row: str) -> None:
+    base, changes = rows_of_hnet()[row]
+    full = load_checked(base, changes)
+    small = load_checked(f"{base}+cpu", ["model.num_layers=2", *changes])
+    torch.manual_seed(0)
+    model = build_model(small).train()
+    batch, _ = pack_documents([np.append(1, np.arange(4, 200)), np.array([1, 5])], 1, 64)
+    for p in (0.0, 1.0):
+        model.set_progress(p)
+        loss = mean_loss(model, batch)
+        assert loss.item() == pytest.approx(math.log(BYTE_IDS), abs=0.2)
+        loss.backward()
+    assert all(w.grad is not None and w.grad.isfinite().all() for w in model.parameters())
+    # Rows share everything but what they are about.
+    assert full.train == load_checked("hnet-m1-fixed").train
+    assert full.model.context == 4096
+
+
+def test_the_gate_of_hnet_is_fair() -> None:
+    rows = rows_of_hnet()
+
+    def flops_and_weights(row: str) -> tuple[float, int]:
+        recipe = load_checked(*rows[f"gate: {row}"])
+        with torch.device("meta"):
+            model = build_model(recipe)
+        return network_flops(model, 4096), sum(w.numel() for w in model.parameters())
+
+    flops, weights = flops_and_weights("stride 4")
+    assert flops_and_weights("flat, as many operations")[0] == pytest.approx(flops, rel=0.15)
+    assert flops_and_weights("flat, as many parameters")[1] == pytest.approx(weights, rel=0.1)
+    assert flops_and_weights("learned")[0] == pytest.approx(flops, rel=0.15)

@@ -212,6 +212,21 @@ def test_room_changes_no_loss_and_no_gradient(stride: int) -> None:
         torch.testing.assert_close(ours, theirs)
 
 
+def test_calibration_sees_the_chunks_of_the_text_alone() -> None:
+    model = randomized(tiny("hnet.stride=0"))
+    batch = batch_of([70, 3, 120, 0, 20])
+    seen: list[Tensor] = []
+    for linear in model.main.modules():
+        if isinstance(linear, nn.Linear):
+            linear.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    with torch.no_grad():
+        p = model.run_blocks(batch.inputs, PackedCache(batch.segments)).kept[ROUTER]
+    assert len(seen) == 2 * 6
+    num_chunks = int(boundaries_of(p).sum())
+    assert 0 < num_chunks < len(batch.inputs)
+    assert [int(x.any(dim=1).sum()) for x in seen] == [num_chunks] * len(seen)
+
+
 @pytest.mark.parametrize("stride", [0, 1, 4, 5])
 def test_stepping_equals_pricing(stride: int) -> None:
     predictor = Predictor(randomized(tiny(f"hnet.stride={stride}")), CPU, [])
@@ -258,6 +273,24 @@ def test_blocks_of_zeros_leave_embedding_plus_its_chunk() -> None:
         through = F.linear(F.linear(x, model.up.weight), model.down.weight)
         hidden = model.hidden(batch.inputs, cache)
     torch.testing.assert_close(hidden, norm(through[first] + x))
+
+
+@pytest.mark.parametrize("stride", [0, 4])
+def test_without_the_skip_bytes_inside_a_chunk_are_not_seen(stride: int) -> None:
+    model = randomized(tiny(f"hnet.stride={stride}", "hnet.skip=false", "hnet.decoder_layers=1"))
+    cache = PackedCache(batch_of([40]).segments)
+    joined = []
+    for place in (21, 22):
+        # Byte 20 begins a chunk.
+        batch = changed_from(batch_of([40]), place)
+        model.router = Stride(4)
+        stream = model.encoder.visit_blocks(model.embed(batch.inputs, cache))
+        joined.append(model.join(stream, model.main.visit_blocks(model.cut(stream))))
+    for ours, theirs in (
+        (a[:24], b[:24]) for a, b in zip(*((s.x, s.start) for s in joined), strict=True)
+    ):
+        assert torch.equal(ours, theirs)
+    assert model.residual is None
 
 
 def test_without_the_main_network_bytes_inside_a_chunk_are_still_seen() -> None:

@@ -40,10 +40,10 @@ class Claim:
     """What somebody published, and the variants that test it if there are any."""
 
     name: str
-    lever: str
     claim: str
     published: str
     source: str
+    lever: str = ""
     base: str = ""
     figure: str = BEFORE
     best: str = ""
@@ -113,7 +113,6 @@ def _experiment(
     variants = (Variant(WITHOUT, both), Variant(WITH, (*both, *change)))
     return Claim(
         name,
-        lever="",
         claim=hypothesis,
         published=expected,
         source=source,

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 # 32 chunks: the share of one that is farther back is below 2^-32.
 DOUBLINGS = 5
+# Chunks that are not needed are cut into attention segments of so many.
+UNUSED_SEGMENT = 256
 
 
 class PackedChunks(PackedCache):
@@ -43,8 +45,9 @@ class PackedChunks(PackedCache):
       fit join the last one that does, if it is of their own segment, and get zeros otherwise. What
       fits is decided from left to right, so later tokens change nothing before them.
 
-    Chunks that are not needed are zeros. They come after all others of their segment, or are in
-    segments of their own.
+    Chunks that are not needed are zeros, and stay zeros in attention, so that statistics of
+    activations leave them out. They come after all others of their segment, or are in segments of
+    their own.
     """
 
     def __init__(self, cache: PackedCache, is_boundary: Tensor, room: int = 0) -> None:
@@ -76,10 +79,16 @@ class PackedChunks(PackedCache):
         cu = before[cache.cu.long()].clamp(max=num_chunks)
         self.max_len = min(cache.max_len, num_chunks)
         if room:
-            # Chunks that are not needed, in segments of the same bound.
-            rest = torch.arange(1, -(-room // self.max_len) + 1, device=cu.device)
-            cu = torch.cat((cu, (cu[-1] + rest * self.max_len).clamp(max=num_chunks)))
+            # Chunks that are not needed, in segments so short that attention costs nothing.
+            size = min(self.max_len, UNUSED_SEGMENT)
+            rest = torch.arange(1, -(-room // size) + 1, device=cu.device)
+            cu = torch.cat((cu, (cu[-1] + rest * size).clamp(max=num_chunks)))
         self.cu = cu.to(torch.int32)
+
+    def attend(self, slot: int, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+        """Causal attention within each segment."""
+        y = super().attend(slot, q, k, v, window)
+        return torch.where(self._is_used[:, None, None], y, 0)
 
     @staticmethod
     def _first_of(chunks: Tensor, ends: Tensor) -> Tensor:

@@ -85,7 +85,8 @@ class HNet(Network):
         self.down = nn.Linear(spec.dim, part.dim, bias=False)
         self.decoder = Stage(decoder, after)
         self.router = Stride(part.stride) if part.stride else Router(part.dim)
-        self.residual = None if part.stride else nn.Linear(part.dim, part.dim, bias=False)
+        learned_skip = part.skip and not part.stride
+        self.residual = nn.Linear(part.dim, part.dim, bias=False) if learned_skip else None
         self.lm_head = nn.Linear(part.dim, spec.vocab_size, bias=False)
         self.set_progress(1.0)
         # Shapes alone need no numbers.
@@ -120,8 +121,10 @@ class HNet(Network):
     def flops_outside(self) -> float:
         """Operations per byte, in the forward pass, of the products outside of blocks."""
         between = (self.up.weight.numel() + self.down.weight.numel()) / self.part.bytes_per_chunk
-        learned = 3 * self.part.dim**2 if self.residual is not None else 0
-        return 2.0 * (between + learned + self.lm_head.weight.numel())
+        of_bytes = (*self.router.parameters(), self.lm_head.weight)
+        if self.residual is not None:
+            of_bytes += (self.residual.weight,)
+        return 2.0 * (between + sum(weight.numel() for weight in of_bytes))
 
     def set_progress(self, p: float) -> None:
         """Say how far training is, from 0 to 1; the plan is that of all trunks."""
@@ -163,24 +166,32 @@ class HNet(Network):
         """The stream that the decoder's first block reads, from both of `cut`."""
         skip = self.encoder.close(replace(stream))
         cache: Chunks = chunks.cache  # type: ignore[assignment]
-        made, p = self.down(self.main.close(replace(chunks))), chunks.kept[ROUTER]
-        if self.residual is None:
-            x = cache.spread(made) + skip
+        p = chunks.kept[ROUTER]
+        # In the precision of the stream of bytes. Gradients of many bytes add up in each chunk, and
+        # a GPU adds numbers of half precision one by one.
+        x = self.down(self.main.close(replace(chunks))).to(skip.dtype)
+        if self.part.stride:
+            x = cache.spread(x)
         else:
-            x = cache.spread(cache.smooth(made, cache.gather(p)))
-            # The skip is all there at the start of training, as in M1; the reference begins with
-            # none of it.
-            x = straight_through(p)[:, None].to(x.dtype) * x + skip + self.residual(skip)
-        return Stream(x, skip, stream.tokens, stream.cache, stream.angles, {ROUTER: p})
+            x = cache.spread(cache.smooth(x, cache.gather(p)))
+            x = straight_through(p)[:, None].to(x.dtype) * x
+        # All of the skip is there at the start of training; the reference begins with none of it.
+        if self.part.skip:
+            x = x + skip
+        if self.residual is not None:
+            x = x + self.residual(skip)
+        start = skip if self.part.skip else x
+        return Stream(x, start, stream.tokens, stream.cache, stream.angles, {ROUTER: p})
 
     @torch.no_grad()
     def chunk_starts(self, tokens: Tensor, cache: KVCache) -> Tensor:
         """Where chunks begin among bytes (N,)."""
-        return boundaries_of(self.run_blocks(tokens, cache).kept[ROUTER])
+        stream = self.encoder.visit_blocks(self.embed(tokens, cache))
+        return boundaries_of(self.router(self.encoder.close(stream), cache))
 
     def auxiliary_loss(self, stream: Stream) -> Tensor | None:
         """The ratio loss of learned chunks."""
-        if self.residual is None:
+        if self.part.stride:
             return None
         return self.part.ratio_weight * ratio_loss(stream.kept[ROUTER], self.part.target_bytes)
 

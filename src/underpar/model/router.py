@@ -58,7 +58,7 @@ def boundaries_of(p: Tensor) -> Tensor:
 def straight_through(p: Tensor) -> Tensor:
     """1 for every byte (N,), with the gradient of the confidence in its decision, max(p, 1 - p)."""
     confidence = torch.where(boundaries_of(p), p, 1 - p)
-    return 1 + confidence - confidence.detach()
+    return 1 + (confidence - confidence.detach())
 
 
 def ratio_loss(p: Tensor, bytes_per_chunk: float) -> Tensor:
