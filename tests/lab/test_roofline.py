@@ -106,6 +106,15 @@ def test_operations_and_bytes_are_those_of_the_tensors(rows: dict[str, Row]) -> 
     assert rows["mysteryother"].bound == "unknown"
 
 
+def test_a_loss_without_logits_is_three_products() -> None:
+    tensors = ([6, 4], BF16), ([10, 4], "float"), ([6], "long int")
+    events = [op("underpar::linear_loss", 0, 9, *tensors), launch(1, 1), kernel("k", 5, 1)]
+    [row] = table_of(launches_of(events, on_gpu=True), ROUND, 0)
+    assert (row.kind, row.flops) == ("loss", 3 * 2 * 6 * 4 * 10)
+    # Factors and gradients of both, and targets.
+    assert row.bytes == 2 * (2 * 24) + 2 * (4 * 40) + 8 * 6
+
+
 def test_a_product_that_is_added_or_written_in_place_counts_once() -> None:
     tensors = [([3, 8, 2], BF16), ([3, 8, 4], BF16), ([3, 4, 2], BF16)]
     for name, given in (("aten::baddbmm", tensors), ("aten::bmm", tensors[1:])):

@@ -37,6 +37,7 @@ from underpar.train.meter import matmul_flops
 OPTIMIZER = "underpar optimizer"
 # Operators whose kernels make one row together.
 WHOLE = ("underpar::", "fusion_study::")
+LOSS = "underpar::linear_loss"
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 # Bytes of a number, by the profiler's name of its type.
 SIZES = {"float": 4, "double": 8, "long int": 8, "int": 4, "c10::Half": 2, "c10::BFloat16": 2}
@@ -336,6 +337,7 @@ def _group_of(launch: Launch) -> tuple[str, str, str]:
         if op["name"].startswith(WHOLE):
             name = op["name"]
             kind = "attention" if "attend" in name else name.partition("::")[0]
+            kind = "loss" if name == LOSS else kind
         elif op["name"] in PRODUCTS:
             kind, name = "matrix products", op["name"]
     if launch.is_optimizer:
@@ -389,4 +391,9 @@ def _costs(op: Mapping[str, Any] | None, pairs: int) -> tuple[float, float]:
         # the queries. Backward needs five products instead of two.
         (size, width), is_backward = tensors[0], "backward" in name
         return (10.0 if is_backward else 4.0) * prod(size[1:]) * pairs, moved + prod(size) * width
+    if name == LOSS:
+        # Three products; the gradients of both factors come out.
+        (hidden, width), (weight, weight_width) = tensors[:2]
+        made = prod(hidden) * width + prod(weight) * weight_width
+        return 6.0 * prod(hidden) * weight[0], moved + made
     return 0.0, moved
