@@ -388,6 +388,25 @@ class Pusher(Protocol):
         """Put a checkpointed state back."""
 
 
+class Equipper(Protocol):
+    """Train stage, seam `equip`: other ways to compute parts of the network, in training alone.
+
+    A module computes them while its mode is `training`; scoring and validation change the mode.
+    """
+
+    def equip(self, model: Any) -> None:
+        """Replace functions of the live network, on its device, once; the weights stay."""
+
+    def begin_step(self) -> None:
+        """Called before the passes of each step."""
+
+    def state(self) -> dict[str, Tensor]:
+        """What is checkpointed, by names of its own."""
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Put a checkpointed state back."""
+
+
 class FakeQuantizer(Protocol):
     """Train stage, seam `fake_quantize`: other weights for the passes of a step."""
 
@@ -497,6 +516,7 @@ STAGE_SEAMS: dict[str, dict[str, type]] = {
         "more_targets": MoreTargets,
         "initialize": Initializer,
         "push": Pusher,
+        "equip": Equipper,
         "fake_quantize": FakeQuantizer,
     },
     "infer": {

@@ -228,6 +228,9 @@ class TrainingStep:
         optimizers = {candidate.apply_optimizer for candidate in candidates}
         self.has_own_optimizer = bool(optimizers - {AS_IT_IS.apply_optimizer})
         levers = plug_levers(recipe, "train").values()
+        self.equippers = [lever for lever in levers if hasattr(lever, "equip")]
+        for equipper in self.equippers:
+            equipper.equip(self.model)
         self.averagers = [lever for lever in levers if hasattr(lever, "average")]
         for averager in self.averagers:
             averager.start(dict(self.model.state_dict()))
@@ -293,6 +296,8 @@ class TrainingStep:
         """Take a step, the update of the weights inside a context; its loss."""
         self.prepare()
         self.exact = None
+        for equipper in self.equippers:
+            equipper.begin_step()
         loss = self._accumulate(self._next, self._num_micro)
         with update:
             self.optimizer.step(*self._rates)
@@ -487,6 +492,12 @@ def plain_network(side: TrainingStep) -> Network:
     seed_everything(side.recipe.train.seed)
     plain = build_model(side.recipe).to(device).train()
     plain.load_state_dict(side.model.state_dict())
+    levers = plug_levers(side.recipe, "train").values()
+    equippers = [lever for lever in levers if hasattr(lever, "equip")]
+    for equipper, state in zip(equippers, side.equippers, strict=True):
+        # What a lever rounds, it rounds here too: in fp32, by its reference, with the same scales.
+        equipper.equip(plain)
+        equipper.load(state.state())
     plain.set_progress(side.at)
     return plain
 

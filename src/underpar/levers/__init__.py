@@ -63,6 +63,7 @@ LEVERS = {
     "lawa": "underpar.levers.lawa",
     "qat_lite": "underpar.levers.qat_lite",
     "ste": "underpar.levers.ste",
+    "fp8": "underpar.levers.fp8",
     "entropy_weight": "underpar.levers.entropy_weight",
     "multi_token": "underpar.levers.multi_token",
     "prefix_token": "underpar.levers.prefix_token",

@@ -204,6 +204,9 @@ def make_trainer(
         if hasattr(lever, "initialize"):
             lever.initialize(model)
     model = model.to(runtime.device)
+    equippers = [lever for lever in levers if hasattr(lever, "equip")]
+    for lever in equippers:
+        lever.equip(model)
     more_targets = [lever for lever in levers if hasattr(lever, "more_targets")]
     for lever in more_targets:
         lever.begin(data.tokenizer.pieces, runtime.device)
@@ -226,6 +229,7 @@ def make_trainer(
         more_targets=more_targets,
         fake_quantizers=[lever for lever in levers if hasattr(lever, "fake_quantize")],
         pushers=[lever for lever in levers if hasattr(lever, "push")],
+        equippers=equippers,
         size_of=size.total_bytes,
     )
 

@@ -29,7 +29,15 @@ from underpar.data.loader import Batch, Loader
 from underpar.kernels.attention import backend_of
 from underpar.model.network import EAGER, Eager, Network
 from underpar.recipe import TrainPart
-from underpar.seams import Averager, FakeQuantizer, MoreTargets, Penalty, Pusher, Weigher
+from underpar.seams import (
+    Averager,
+    Equipper,
+    FakeQuantizer,
+    MoreTargets,
+    Penalty,
+    Pusher,
+    Weigher,
+)
 from underpar.train import schedule
 from underpar.train.checkpoint import Parts, Position, read_checkpoint, save_checkpoint
 from underpar.train.events import EventWriter
@@ -79,6 +87,7 @@ class Trainer:
     more_targets: list[MoreTargets] = field(default_factory=list)
     fake_quantizers: list[FakeQuantizer] = field(default_factory=list)
     pushers: list[Pusher] = field(default_factory=list)
+    equippers: list[Equipper] = field(default_factory=list)
     size_of: SizeOf | None = None
     rewrites: Choice = field(init=False)
     """Other forms of the network that compiled passes compute."""
@@ -201,12 +210,15 @@ class Trainer:
             averager.load(parts[f"average{i}"])
         for i, pusher in enumerate(self.pushers):
             pusher.load(parts[f"push{i}"])
+        for i, equipper in enumerate(self.equippers):
+            equipper.load(parts[f"equip{i}"])
 
     def parts(self) -> Parts:
         """Everything that steps change, besides the position: the live tensors."""
         parts = {"model": self.weights(), "optimizer": self.optimizer.state()}
         parts |= {f"average{i}": a.state() for i, a in enumerate(self.averagers)}
-        return parts | {f"push{i}": pusher.state() for i, pusher in enumerate(self.pushers)}
+        parts |= {f"push{i}": pusher.state() for i, pusher in enumerate(self.pushers)}
+        return parts | {f"equip{i}": each.state() for i, each in enumerate(self.equippers)}
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The live weights."""
@@ -241,6 +253,8 @@ class Trainer:
             lever.progress(p)
         for pusher in self.pushers:
             pusher.push(self.weights(), p, planned_scale)
+        for equipper in self.equippers:
+            equipper.begin_step()
         loss = self._accumulate(feed.at(step, context), step, p)
         norm = self.optimizer.step(lr_scale, momentum, decay_scales)
         for pusher in self.pushers:
