@@ -64,6 +64,11 @@ class Settings:
 TINY = (Settings(steps=1),)
 
 
+def scale_of(largest: Tensor) -> Tensor:
+    """The scale at which the largest magnitude is the largest number; 1 if nothing was seen."""
+    return torch.where(largest > 0, largest.float() / LARGEST, 1.0)
+
+
 def rounded(x: Tensor, scale: Tensor) -> Tensor:
     """x / scale as e4m3; what is too large becomes the largest number."""
     return (x.detach().float() / scale).clamp(-LARGEST, LARGEST).to(E4M3)
@@ -148,25 +153,22 @@ class Lever:
             products[head] = model.get_submodule(head)
         weights = [module.weight for module in products.values()]
         self._refuse(weights)
-        self.weights = weights
         device = weights[0].device
         self.history = torch.zeros(self.settings.steps, len(weights), device=device)
         self.step = torch.zeros((), dtype=torch.int64)
-        self.seen, self.scales, self.weight_scales = (
-            [torch.full((), start, device=device) for _ in weights] for start in (0.0, 1.0, 1.0)
+        self.seen, self.scales = (
+            [torch.full((), start, device=device) for _ in weights] for start in (0.0, 1.0)
         )
         for place, (name, module) in enumerate(products.items()):
             # Compiled functions find tensors in the modules that they are given.
             module.register_buffer("fp8_seen", self.seen[place], persistent=False)
             module.register_buffer("fp8_scale", self.scales[place], persistent=False)
-            module.register_buffer("fp8_weight_scale", self.weight_scales[place], persistent=False)
             if name == head:
                 hook = _Head(module)
                 # To the end of the network's life.
                 model.hooks.change(adjust=hook.adjust)
             else:
                 module.forward = MethodType(_linear, module)
-        self._scale_weights()
 
     def begin_step(self) -> None:
         """Take the scales of the next step from what the steps before saw."""
@@ -177,30 +179,21 @@ class Lever:
         self.history[int(self.step) % len(self.history)] = seen
         self.step += 1
         torch._foreach_zero_(self.seen)
-        _set_scales(self.scales, self.history.amax(0))
-        self._scale_weights()
+        self._set_scales()
 
     def state(self) -> dict[str, Tensor]:
-        """What is checkpointed: the history, what the last step saw, the scales of its weights."""
-        return {
-            "history": self.history,
-            "step": self.step,
-            "seen": torch.stack(self.seen),
-            "weight_scales": torch.stack(self.weight_scales),
-        }
+        """What is checkpointed: the history, and what the last step saw."""
+        return {"history": self.history, "step": self.step, "seen": torch.stack(self.seen)}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Put a checkpointed state back."""
         self.history.copy_(state["history"])
         self.step.copy_(state["step"])
-        for name, tensors in (("seen", self.seen), ("weight_scales", self.weight_scales)):
-            torch._foreach_copy_(tensors, list(state[name].to(self.history.device).unbind()))
-        _set_scales(self.scales, self.history.amax(0))
+        torch._foreach_copy_(self.seen, list(state["seen"].to(self.history.device).unbind()))
+        self._set_scales()
 
-    def _scale_weights(self) -> None:
-        with torch.no_grad():
-            largest = torch._foreach_norm(self.weights, float("inf"))
-            _set_scales(self.weight_scales, torch.stack(largest).float())
+    def _set_scales(self) -> None:
+        torch._foreach_copy_(self.scales, list(scale_of(self.history.amax(0)).unbind()))
 
     def _refuse(self, weights: list[nn.Parameter]) -> None:
         device = weights[0].device
@@ -220,12 +213,6 @@ class Lever:
             raise LeverError(f"levers.fp8: {why}; drop the lever")
 
 
-def _set_scales(scales: list[Tensor], largest: Tensor) -> None:
-    # Before anything was seen the scale is 1.
-    new = torch.where(largest > 0, largest / LARGEST, 1.0)
-    torch._foreach_copy_(scales, list(new.unbind()))
-
-
 class _Head:
     """The seam at which logits are changed, for the head's product."""
 
@@ -242,6 +229,7 @@ def _linear(module: Any, x: Tensor) -> Tensor:
 
 
 def _product(module: Any, x: Tensor) -> Tensor:
-    largest = x.detach().abs().amax().float()
+    largest, weight = x.detach().abs().amax().float(), module.weight
     module.fp8_seen.copy_(torch.maximum(module.fp8_seen, largest))
-    return fp8_linear(x, module.weight, module.fp8_scale, module.fp8_weight_scale)
+    # Not that of the step: where the scale of a branch is folded into it, the weight is another.
+    return fp8_linear(x, weight, module.fp8_scale, scale_of(weight.detach().abs().amax()))
