@@ -246,12 +246,13 @@ def apply(network: GPT, recipe: Recipe) -> None:
     for block in network.blocks:
         mlp: Any = block.mlp
         mlp.slope = network.levers["leaky_square"].slope if others else 0.0
+        mlp.variant = BEST
         mlp.forward = types.MethodType(_mlp_forward, mlp)
 
 
 def _mlp_forward(mlp: Any, x: Tensor, visit: Visit) -> Tensor:
     up, down = (linear.weight.to(x.dtype) for linear in (mlp.up, mlp.down))
-    y = fused_mlp(x, up, down, mlp.slope)
+    y = fused_mlp(x, up, down, mlp.slope, mlp.variant)
     for hook in mlp.hooks.mlp_out:
         y = hook(mlp.layer, y, x)
     return y

@@ -210,14 +210,18 @@ class TrainingStep:
         at: float,
         batches: Sequence[Batch],
         sharing: Sharing | None,
+        make: Callable[[Recipe, Runtime], Network] | None = None,
     ) -> None:
-        """`at`: progress of training; `batches`: the micro-batches of some steps."""
-        self.variant, self.recipe, self.runtime, self.at = variant, recipe, runtime, at
+        """`at`: progress of training; `batches`: the micro-batches of some steps.
+
+        `make` makes the network, by default with random weights.
+        """
+        self.variant, self.recipe, self.runtime = variant, recipe, runtime
         self.on_gpu, self.dtype = runtime.device.type == "cuda", runtime.dtype
         candidates = [load_candidate(path) for path in variant.candidates]
         for candidate in candidates:
             candidate.check(runtime.device)
-        self.model = random_network(recipe, runtime)
+        self.model = (make or random_network)(recipe, runtime)
         self.optimizer = Optimizer(self.model, recipe.train, runtime)
         for candidate in candidates:
             candidate.apply(self.model, recipe)
@@ -244,14 +248,22 @@ class TrainingStep:
         # The exact gradients for the weights of now, once they are known.
         self.exact: dict[str, Tensor] | None = None
         self.batches = batches
-        self._next = cycle(batches)
+        self._next: Iterator[Batch] = cycle(batches)
         self._num_micro = len(step_of(recipe.train))
-        part = recipe.train
+        self.go_to(at, recipe.train.momentum_warmup_steps)
+
+    def go_to(self, at: float, step: int) -> None:
+        """The next steps are those at progress `at`, after `step` steps."""
+        part, self.at = self.recipe.train, at
         self._rates = (
             schedule.lr_scale(part, at),
-            schedule.momentum(part, at, part.momentum_warmup_steps),
+            schedule.momentum(part, at, step),
             schedule.decay_scales(part, at),
         )
+
+    def read(self, batches: Iterator[Batch]) -> None:
+        """The next steps read these micro-batches."""
+        self._next = batches
 
     @property
     def step_tokens(self) -> int:
@@ -465,6 +477,7 @@ def make_sides(
     at: float,
     runtime: Runtime,
     sharings: dict[str, Sharing] | None = None,
+    make: Callable[[Recipe, Runtime], Network] | None = None,
 ) -> list[TrainingStep]:
     """All sides; those in the same mode share the graphs that are equal."""
     if not 0 <= at <= 1:
@@ -481,7 +494,7 @@ def make_sides(
         if mode != "off" and mode not in sharings:
             sharings[mode] = sharing_in(mode)
         parts = (variant, recipe, runtime, at, batches[shapes], sharings.get(mode))
-        sides.append(TrainingStep(*parts))
+        sides.append(TrainingStep(*parts, make))
     return sides
 
 
