@@ -10,7 +10,9 @@ from lever_stacks import batch_of, randomized
 from underpar.build.levers import resolve_levers
 from underpar.build.model import build_model
 from underpar.compile.regions import Sharing
+from underpar.compile.rewrites import choose_rewrites
 from underpar.compile.traced_run import TracedRun
+from underpar.core.runtime import Runtime
 from underpar.model.gpt import GPT
 from underpar.model.network import EAGER, Eager
 from underpar.recipe import Recipe, load_recipe
@@ -27,7 +29,9 @@ def assert_trains_the_same(
     assert [n for n, _ in changed.named_parameters()] == [n for n, _ in plain.named_parameters()]
     for progress in (0.0, 1.0):
         wanted = gradients(plain, EAGER, progress)
-        for run in (EAGER, TracedRun(Sharing(lambda graph, examples: graph))):
+        # A candidate is timed on top of the rewrites that fit.
+        rewrites = choose_rewrites("auto", changed, Runtime(torch.device("cpu"), compiled=True))
+        for run in (EAGER, TracedRun(Sharing(lambda graph, examples: graph), rewrites.names)):
             loss_of = getattr(candidate, "loss", None)
             ours = gradients(changed, run, progress, loss_of)
             assert ours.keys() == wanted.keys()
