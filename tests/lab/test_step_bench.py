@@ -40,6 +40,11 @@ def apply(network, recipe):
 """
 # Little enough for a rounding error of bf16, and too much for one of fp32.
 WRONG = HARMLESS.replace("h * h", "1.0005 * h * h")
+# Sums in another order.
+HALVES = HARMLESS.replace(
+    "mlp.down(h * h)",
+    "sum(a @ b.T for a, b in zip((h * h).split(7, 1), mlp.down.weight.split(7, 1)))",
+)
 LAZY = HARMLESS.replace("mlp.down(h * h)", "mlp.down((h * h).detach())")
 
 
@@ -97,6 +102,35 @@ def test_a_candidate_that_computes_the_same_is_timed(
     ET.parse(tmp_path / "out/bench.svg")
     names = [name for name, _ in rows_of(result.bench, result.details())]
     assert {"step of A", "step of B", "control, A against A"} <= set(names)
+
+
+def test_another_order_of_sums_is_no_error(candidate: Callable[..., tuple[Path, ...]]) -> None:
+    a, b = sides_of(plain(), plain(candidates=candidate(HALVES)))
+    before = {name: weight.clone() for name, weight in a.weights().items()}
+    errors = require_agreement(a, b)["errors"]
+    assert 0 < errors["B"]["all"] < 1e-5 and errors["B"] != errors["A"]
+    # The draws of the noise leave the weights as they were.
+    assert all(torch.equal(weight, before[name]) for name, weight in a.weights().items())
+
+
+def test_limits_refuse_what_noise_does_not_explain() -> None:
+    torch.manual_seed(0)
+    refused = {"few": 0, "many": 0}
+    exact = {"few": torch.ones(4), "many": torch.ones(500)}
+    for _ in range(300):
+        draws = {name: torch.randn(step_bench.DRAWS, len(t)) for name, t in exact.items()}
+        noise = {n: float(d.square().sum(1).mean().sqrt()) for n, d in draws.items()}
+        for factor in (1.0, 1.6):
+            for name, tensor in exact.items():
+                errors = {name: factor * float(torch.randn(len(tensor)).norm())}
+                try:
+                    step_bench.require_small("B", errors, noise, exact, torch.float32)
+                except BenchError:
+                    # Noise like that of A is never refused.
+                    assert factor > 1.0
+                    refused[name] += 1
+    # 1.6 times the noise shows in a matrix, and cannot in four numbers.
+    assert refused["many"] == 300 and refused["few"] < 30
 
 
 @pytest.mark.parametrize("compiled", [False, True])

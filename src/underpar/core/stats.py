@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from statistics import NormalDist
 from typing import Any, Literal
 
@@ -267,6 +268,12 @@ def variance_p(sigma_a: float, sigma_b: float, num_a: int, num_b: int) -> float:
     if sigma_b == 0:
         return 0.0 if sigma_a > 0 else 1.0
     return float(_scipy_stats().f.sf((sigma_a / sigma_b) ** 2, num_a - 1, num_b - 1))
+
+
+@cache
+def variance_limit(p: float, num_a: int, num_b: int) -> float:
+    """The ratio of two mean squares, of so many numbers each, that noise passes with p."""
+    return float(_scipy_stats().f.isf(p, num_a, num_b))
 
 
 def _checked(values: Values, name: str) -> NDArray[np.float64]:
