@@ -3,17 +3,32 @@
 import inspect
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from tiny import TinyRun
+from underpar.build.levers import resolve_levers
+from underpar.build.model import weight_shapes
+from underpar.build.scoring import open_method
 from underpar.cli import app
 from underpar.cli.lab import lab_scoring_table
 from underpar.errors import UnderparError
-from underpar.lab.scoring_table import ROWS, Request, measure, to_markdown, verdict
+from underpar.lab.scoring_table import (
+    ROWS,
+    Request,
+    gain_interval,
+    measure,
+    read_rows,
+    to_markdown,
+    verdict,
+)
+from underpar.quant.rules import check_rules
+from underpar.recipe import from_tree, load_recipe, merge, parse_override, to_tree
 
 # By title, so that rows may be added between them.
 PLAIN, SLIDING, PUBLISHED, STREAM = (
@@ -59,8 +74,93 @@ def test_the_table_has_gains_over_the_first_row(measured: Path) -> None:
     lines = (measured / "scoring.md").read_text().splitlines()[2 : 2 + len(rows)]
     for line, row in zip(lines, rows, strict=True):
         gain = 1000 * (rows[0]["bpb"] - row["bpb"])
-        assert line.startswith(f"| {row['title']} | {row['bpb']:.5f} | {gain:.2f} |")
+        assert line.startswith(f"| {row['title']} | {row['bpb']:.5f} | {gain:.2f} ")
+        assert (row is rows[0]) == (f" | {gain:.2f} | " in line)
         assert line.endswith(f"| {row['order']} | {verdict(row)} |")
+
+
+def test_the_interval_is_that_of_documents_drawn_again() -> None:
+    rng = np.random.default_rng(0)
+    num_inside = 0
+    for _ in range(200):
+        sizes = rng.integers(200, 9000, 400)
+        before = 2.0 * sizes + rng.normal(0, 40, 400)
+        after = before - 0.01 * sizes + rng.normal(0, 30, 400)
+        rows = [{"ledger": np.stack((bits, sizes), 1).tolist()} for bits in (before, after)]
+        found = gain_interval(*rows)
+        assert found
+        num_inside += found.low < 0.01 < found.high
+    # 95 % of 200, within three standard deviations.
+    assert 181 <= num_inside <= 199
+    drawn = rng.integers(0, 400, (4000, 400))
+    gains = (before - after)[drawn].sum(1) / sizes[drawn].sum(1)
+    low, high = np.quantile(gains, (0.025, 0.975))
+    assert found.low == pytest.approx(low, abs=0.1 * (high - low))
+    assert found.high == pytest.approx(high, abs=0.1 * (high - low))
+    assert gain_interval(rows[0], rows[0]) is None and gain_interval(rows[0], {}) is None
+
+
+FILE = """
+["as packed"]
+["a smaller file"]
+pack = ["quant.rules=['*.weight int4', '* fp16']"]
+["adapting"]
+levers = ["adapt_scales"]
+set = ["levers.adapt_scales.lr=0.01"]
+"""
+
+
+def test_rows_of_a_file_may_pack_the_run_anew(tiny_run: TinyRun, tmp_path: Path) -> None:
+    file, out = tmp_path / "rows.toml", tmp_path / "table"
+    file.write_text(FILE)
+    request = replace(request_of(tiny_run, out), file=file, has_probes=False)
+    before = {path.name for path in tiny_run.folder.path.iterdir()}
+    measure(request)
+    plain, small, adapting = rows_of(out)
+    assert {path.name for path in tiny_run.folder.path.iterdir()} == before
+    assert plain["bpb"] < small["bpb"] and adapting["bpb"] != plain["bpb"]
+    budget = tiny_run.folder.read_json(tiny_run.folder.budget_file)
+    assert small["bytes"] < budget["total_bytes"]
+    assert sum(size for _, size in small["ledger"]) == sum(size for _, size in plain["ledger"])
+    # What is there is not packed again.
+    (out / "packed-a-smaller-file" / "model.upar").unlink()
+    measure(request)
+    assert rows_of(out)[1] == small
+    assert not (out / "packed-a-smaller-file" / "model.upar").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[x]\nlever = ['lora_ttt']", "no list of ways to score .*'lever'"),
+        ("[x]\nset = 'levers.lora_ttt.rank=8'", "settings are text, in a list"),
+        ("[x]\nlevers = ['lora_tt']", "no such lever"),
+        ("[x]\npack = ['train.seed=1']", r"only quant\.\* can change"),
+    ],
+)
+def test_mistakes_in_a_file_are_named_before_anything_is_scored(
+    tiny_run: TinyRun, tmp_path: Path, text: str, message: str
+) -> None:
+    file = tmp_path / "rows.toml"
+    file.write_text("[first]\n" + text)
+    with pytest.raises(UnderparError, match=message):
+        measure(replace(request_of(tiny_run, tmp_path / "out"), file=file))
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_shipped_files_fit_the_recipe_they_are_for() -> None:
+    recipe = resolve_levers(load_recipe("h200-300s"))
+    lab = Path(inspect.getfile(read_rows)).parent
+    adaptation, packing = (read_rows(lab / f"{name}.toml") for name in ("adaptation", "packing"))
+    for row in (*adaptation, *packing):
+        open_method(recipe, row.method, row.changes)
+        assert (not row.pack) == (row in adaptation or row.title == "as packed")
+    for row in packing:
+        tree = to_tree(recipe)
+        for override in row.pack:
+            tree = merge(tree, parse_override(override))
+        check_rules(weight_shapes(recipe), from_tree(tree).quant.rules)
+    assert len({(row.method, row.changes) for row in adaptation}) == len(adaptation)
 
 
 def test_rows_of_two_processes_are_told_apart(

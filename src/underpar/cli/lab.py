@@ -436,6 +436,10 @@ def lab_scoring_table(
     no_probes: Annotated[
         bool, typer.Option("--no-probes", help="Leave the verdicts to another run with this OUT.")
     ] = False,
+    file: Annotated[
+        Path | None,
+        typer.Option(help="A TOML file of other rows: lab/adaptation.toml, lab/packing.toml."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """What each way to score gains and costs: one artifact, one text, one machine, a table.
@@ -443,9 +447,12 @@ def lab_scoring_table(
     \b
     underpar lab scoring-table runs/mine/model.upar --data data --out table
     underpar lab scoring-table runs/mine/model.upar --data data --out table --rows 0 1 12
+    underpar lab scoring-table runs/mine --data data-development --out adapt --no-probes \\
+        --file src/underpar/lab/adaptation.toml
 
-    Each row is 'underpar score' with other options. The last column says whether later tokens or
-    lengths change a price. OUT gets scoring.json and scoring.md. Numbers of the rows:
+    Each row is 'underpar score' with other options. Gains are over the first row, with an interval
+    over documents. The last column says whether later tokens or lengths change a price. Rows of a
+    --file may also pack the run anew. OUT gets scoring.json and scoring.md. Numbers of the rows:
 
     \b
      0  plain
@@ -473,9 +480,9 @@ def lab_scoring_table(
     from underpar.core.run_folder import artifact_at
     from underpar.lab.scoring_table import Request, measure, to_markdown
 
-    request = Request(
-        artifact_at(artifact), data, out, tuple(rows or ()), documents, device, not no_probes
-    )
+    chosen = tuple(rows or ())
+    path = artifact_at(artifact)
+    request = Request(path, data, out, chosen, documents, device, not no_probes, file)
     record = measure(request, open_progress(json))
     show_json(record) if json else typer.echo(to_markdown(record))
 
