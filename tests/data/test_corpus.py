@@ -77,6 +77,7 @@ def test_a_folder_is_read_in_sorted_order_and_skips_other_files(tmp_path: Path) 
     write(tmp_path / "b.txt", b"second")
     write(tmp_path / "a" / "z.jsonl", b'{"text": "first"}')
     write(tmp_path / "c.md", b"third")
+    write(tmp_path / "D.TXT", b"zeroth")
     others = {
         "photo.png": ".png",
         "table.csv": ".csv",
@@ -87,9 +88,12 @@ def test_a_folder_is_read_in_sorted_order_and_skips_other_files(tmp_path: Path) 
     }
     for name in others:
         write(tmp_path / name, {"empty": b"", "binary": b"a\0b"}.get(name, b"words"))
-    assert [document.text for document in read(tmp_path)] == ["first", "second", "third"]
+    assert [document.text for document in read(tmp_path)] == [
+        *("zeroth", "first", "second", "third")
+    ]
     inputs = list_inputs([tmp_path])
-    assert inputs.files == [tmp_path / "a" / "z.jsonl", tmp_path / "b.txt", tmp_path / "c.md"]
+    assert inputs.files[0] == tmp_path / "D.TXT"
+    assert inputs.files[1:] == [tmp_path / "a" / "z.jsonl", tmp_path / "b.txt", tmp_path / "c.md"]
     assert inputs.skipped == {tmp_path / name: why for name, why in others.items()}
 
 

@@ -13,7 +13,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from commands import run, run_json
+from commands import invoke, run, run_json
 from tiny import TinyRun
 from underpar.cli import app
 from underpar.cli.options import PANELS
@@ -93,8 +93,11 @@ def test_the_whole_road(corpus_file: Path, tmp_path: Path) -> None:
     sliding = run_json("score", artifact, "--data", data, *windows)
     assert (sliding["method"], sliding["stopped_at"]) == ("sliding64+flat", -1)
     assert len({score["targets"] for score in (plain, adapted, tilted, sliding)}) == 1
-    audited = run_json("audit", folder, "--code-tokens", 500, "--device", "cpu")
-    assert audited["verdict"] == "pass"
+    result = invoke("audit", folder, "--code-tokens", 500, "--device", "cpu", "--json")
+    # No codec follows adapt_scales, experts and windows yet, so these scores are not decoded.
+    audited = json.loads(result.stdout)
+    unshown = {f["rule"] for f in audited["findings"] if f["verdict"] != "pass"}
+    assert (result.exit_code, audited["verdict"], unshown) == (3, "not shown", {"coded bits"})
     (tmp_path / "in.txt").write_text("The quick brown fox. " * 20)
     run_json("compress", artifact, tmp_path / "in.txt", tmp_path / "out.upz")
     run_json("decompress", artifact, tmp_path / "out.upz", tmp_path / "back.txt")

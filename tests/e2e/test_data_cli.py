@@ -86,7 +86,7 @@ def test_build_repairs_only_when_asked(tmp_path: Path, fails: Fails) -> None:
         *words, "--bad-input", "skip"
     )
     output = run(*words, "--bad-input", "repair")
-    assert "1 documents repaired (1 characters), 1 empty ones left out" in output
+    assert "1 document repaired (1 character), 1 empty document left out" in output
     tally = run_json("data", "inspect", tmp_path / "out")["tally"]
     assert (tally["documents"], tally["left_out_empty"], tally["repaired"]) == (32, 1, 1)
 
@@ -183,7 +183,7 @@ def test_build_says_that_training_repeats_held_out_documents(
     assert "held-out documents nearly repeat training text or each other" in note
     assert invoke("data", "audit", tmp_path / "out").exit_code == 1
     result = invoke(*words, "--drop-near", 0.7)
-    assert "held-out texts left out, and held-out texts that repeat exactly" in result.stdout
+    assert "left out as copies: " in result.stdout
     assert "--drop-near" not in result.stderr
     run("data", "audit", tmp_path / "out")
     assert "drop_near is 1.2, expected above 0" in fails(*words, "--drop-near", 1.2)

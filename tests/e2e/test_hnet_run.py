@@ -88,7 +88,10 @@ def test_the_audit_finds_nothing_wrong(run: RunFolder, runtime: Runtime) -> None
     wrong = [finding for finding in audited.findings if finding.verdict == FAIL]
     assert not wrong, wrong
     shown = {finding.rule for finding in audited.findings if finding.verdict == "pass"}
-    assert {"causality", "normalization", "coded bits", "reproduction", "script"} <= shown
+    assert {"causality", "normalization", "reproduction", "script"} <= shown
+    # The plain score is decoded. No codec follows adapt_scales.
+    [coded] = [finding for finding in audited.findings if finding.rule == "coded bits"]
+    assert coded.evidence["scores"]["plain"]["passed"] and coded.evidence["not_coded"]
 
 
 @pytest.mark.parametrize(

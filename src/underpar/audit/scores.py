@@ -271,14 +271,14 @@ def coded_bits(case: Case) -> Finding:
     """Proof of everything at once: the text decodes from as many bits as the scores say.
 
     Random documents by the plain score, and the first documents by each score that adapts, because
-    adapters go through a text from its start.
+    adapters go through a text from its start. A score that no codec follows is named: not shown.
     """
     if "plain" not in case.scores:
         return not_shown("coded bits", "no plain score in the run")
     rows = {"plain": _code_plain(case)}
     not_coded = {}
     for label, score in case.scores.items():
-        if not score.how.get("levers"):
+        if label == "plain":
             continue
         try:
             rows[label] = _code_adapted(case, score)
@@ -293,16 +293,16 @@ def coded_bits(case: Case) -> Finding:
     )
     told += "".join(f"; not decoded: {why}" for why in not_coded.values())
     plain = rows["plain"]
-    return judge(
-        "coded bits",
-        not wrong,
-        told,
-        documents=plain["chosen"],
-        coded_bits=plain["coded_bits"],
-        scored_bits=plain["scored_bits"],
-        scores=rows,
-        not_coded=not_coded,
-    )
+    evidence = {
+        "documents": plain["chosen"],
+        "coded_bits": plain["coded_bits"],
+        "scored_bits": plain["scored_bits"],
+        "scores": rows,
+        "not_coded": not_coded,
+    }
+    if not_coded and not wrong:
+        return not_shown("coded bits", told, **evidence)
+    return judge("coded bits", not wrong, told, **evidence)
 
 
 def _code_plain(case: Case) -> dict[str, Any]:

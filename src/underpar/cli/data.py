@@ -319,10 +319,13 @@ def _notes(fields: Fields) -> Iterator[str]:
         )
     if "dropped" in fields.values:
         dropped = fields.table("dropped")
-        training, held_out = (len(dropped.texts(split)) for split in ("train", "val"))
+        training, held_out = (
+            count_text(len(dropped.texts(split)), f"{kind} text")
+            for split, kind in (("train", "training"), ("val", "held-out"))
+        )
         yield (
-            f"{training:,} training and {held_out:,} held-out texts left out, and held-out texts "
-            f"that repeat exactly: copies by {dropped.finite('similarity'):.0%} or in pieces"
+            f"left out as copies: {training} and {held_out} ({dropped.finite('similarity'):.0%} "
+            "alike, or in pieces), and held-out texts that repeat exactly"
         )
     if "skipped" in fields.values:
         skipped = fields.table("skipped")
@@ -335,8 +338,9 @@ def _notes(fields: Fields) -> Iterator[str]:
         repaired, characters, left_out = map(tally.count, names)
         if repaired or left_out:
             yield (
-                f"{repaired} documents repaired ({characters} characters), {left_out} empty ones "
-                "left out"
+                f"{count_text(repaired, 'document')} repaired "
+                f"({count_text(characters, 'character')}), "
+                f"{count_text(left_out, 'empty document')} left out"
             )
 
 

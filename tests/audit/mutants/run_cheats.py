@@ -18,7 +18,7 @@ from chains import forge as forge_chain
 from chains import made_elsewhere, other_start
 from underpar.artifact.format import frame, squeeze, unframe, unsqueeze
 from underpar.artifact.table import MAX_HEADER_BYTES
-from underpar.audit.case import Limits
+from underpar.audit.case import Limits, hash_files
 from underpar.audit.finding import NOT_SHOWN
 from underpar.quant.files import read_quantized, save_quantized
 from underpar.recipe import from_tree, to_toml, to_tree
@@ -270,6 +270,22 @@ def score_of_other_artifact(forge: Forge) -> None:
     forge.edit_artifact(lambda artifact: scaled(artifact, 1.5))
 
 
+def round_again(forge: Forge) -> None:
+    """Coarser matrices after scoring; scores, budget and script say that they are of them."""
+    recipe = forge.run.read_recipe()
+    pack_run(forge.run, part=replace(recipe.quant, rules=("blocks.* int4", "* fp16")))
+    forge.write_artifact(forge.run.artifact_file.read_bytes())
+
+
+def edit_and_hash(forge: Forge) -> None:
+    """A lower score, and beside it a verdict that names the hash of every file as it is now."""
+    forge.edit_score("plain", times(0.999))
+    verdict = {"verdict": "pass", "profile": "strict", "findings": []}
+    files = hash_files(forge.run)
+    verdict |= {"files": files, "artifact_sha256": files["model.upar"]}
+    forge.run.audit_file.write_text(json.dumps(verdict))
+
+
 def replay_time(forge: Forge) -> None:
     """A clock that says half of what scoring took; the auditor's limit lies between."""
     tree = json.loads(forge.run.score_file("plain").read_text())
@@ -434,6 +450,10 @@ SCORE_FILES = [
            replay_time, NOT_SHOWN),
     Mutant("weights changed", "another artifact under an honest score", "reproduction",
            score_of_other_artifact),
+    Mutant("rounded again", "matrices rounded more coarsely after scoring", "reproduction",
+           round_again),
+    Mutant("hashed again", "a lower score, and a forged verdict that names its hash",
+           "reproduction", edit_and_hash),
 ]  # fmt: skip
 
 NAMES_AND_SIZES = [

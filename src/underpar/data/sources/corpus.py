@@ -246,7 +246,8 @@ def cut_text(text: str, most_characters: int) -> list[str]:
 
 
 def _ending(path: Path) -> str:
-    return next((ending for ending in SUPPORTED_ENDINGS if path.name.endswith(ending)), "")
+    name = path.name.lower()
+    return next((ending for ending in SUPPORTED_ENDINGS if name.endswith(ending)), "")
 
 
 def _why_skipped(file: Path, folder: Path) -> str:
@@ -275,11 +276,12 @@ def _is_text(path: Path) -> bool:
 
 
 def _open(path: Path) -> io.BufferedIOBase:
-    if path.name.endswith(".xz"):
+    ending = _ending(path)
+    if ending.endswith(".xz"):
         return lzma.open(path, "rb")
-    if path.name.endswith(".gz"):
+    if ending.endswith(".gz"):
         return gzip.open(path, "rb")
-    if path.name.endswith(".zst"):
+    if ending.endswith(".zst"):
         return open_zstd(path)
     return path.open("rb")
 
@@ -296,7 +298,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _records(path: Path, field: str) -> Iterator[bytes]:
-    if path.name.endswith(".parquet"):
+    if _ending(path) == ".parquet":
         yield from read_column(path, field)
     elif ".jsonl" in _ending(path):
         yield from (line for _, line in _lines(path))
