@@ -76,6 +76,9 @@ def test_it_learns_and_is_scored(run: RunFolder) -> None:
     # ln 260: a choice among all ids.
     assert losses[0] == pytest.approx(5.5607, abs=1e-4)
     assert losses[-1] < losses[0] - 1
+    for line in run.metrics():
+        assert 1 <= line["bytes_per_chunk"] < 128
+        assert 0 <= line["lost_chunks"] < 0.75
     scores = [json.loads(file.read_text()) for file in run.path.glob("score-*.json")]
     assert len(scores) == 2
     assert all(0 < score["bpb"] < 8.03 for score in scores)

@@ -88,6 +88,8 @@ class HNet(Network):
         learned_skip = part.skip and not part.stride
         self.residual = nn.Linear(part.dim, part.dim, bias=False) if learned_skip else None
         self.lm_head = nn.Linear(part.dim, spec.vocab_size, bias=False)
+        # Not a tensor: that would be part of what graphs are found by.
+        self._seen: list[Tensor] = []
         self.set_progress(1.0)
         # Shapes alone need no numbers.
         if not self.byte_embedding.weight.is_meta:
@@ -194,6 +196,17 @@ class HNet(Network):
         if self.part.stride:
             return None
         return self.part.ratio_weight * ratio_loss(stream.kept[ROUTER], self.part.target_bytes)
+
+    def watch(self, stream: Stream) -> None:
+        """Keep the probabilities of boundaries."""
+        self._seen[:] = [stream.kept[ROUTER].detach()]
+
+    def figures(self) -> dict[str, float]:
+        """Bytes per chunk, and the share of chunks that did not fit in the batch."""
+        [p] = self._seen
+        num_chunks = int(boundaries_of(p).sum())
+        lost = max(0, num_chunks - self._room(len(p)))
+        return {"bytes_per_chunk": len(p) / num_chunks, "lost_chunks": lost / num_chunks}
 
     def _room(self, num_bytes: int) -> int:
         """Chunks that a batch has room for; 0: exactly as many as there are."""

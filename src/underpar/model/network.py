@@ -128,6 +128,13 @@ class Network(nn.Module, ABC):
         """What training adds to the loss, from the stream after the last block; None: nothing."""
         return None
 
+    def watch(self, stream: Stream) -> None:
+        """Training tells the stream after the last block of each pass, for `figures`."""
+
+    def figures(self) -> dict[str, float]:
+        """What a line of metrics says of the last pass."""
+        return {}
+
     @abstractmethod
     def set_progress(self, p: float) -> None:
         """Say how far training is, from 0 to 1; the plan may change."""

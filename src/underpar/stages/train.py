@@ -409,6 +409,8 @@ class ProgressLine:
             words += f", heading for {line['forecast_train_bpb']:.4f} BPB of training text"
         if "forecast_bytes" in line:
             words += f", {line['forecast_bytes'] / 1e6:.2f} MB"
+        if "bytes_per_chunk" in line:
+            words += f", {line['bytes_per_chunk']:.2f} bytes per chunk"
         speed = line.get("tokens_per_second") or line["tokens"] / max(line["seconds"], 1e-9)
         words += f", {speed:,.0f} tokens/s"
         return words + (f", MFU {line['mfu']:.0%}" if "mfu" in line else "")

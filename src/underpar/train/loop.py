@@ -319,6 +319,7 @@ class Trainer:
         position, tokens = self.position, self.loader.step_tokens * self.position.step
         line = {key: float(v) if isinstance(v, torch.Tensor) else v for key, v in line.items()}
         line |= {"tokens": tokens, "seconds": position.seconds, "flops": position.flops}
+        line |= self.model.figures()
         line["epochs"] = self.loader.num_epochs(position.step)
         line["start_seconds"] = start_seconds
         line |= self.forecast.see(line)

@@ -127,6 +127,7 @@ def mean_loss(
     `loss_of` makes the loss of the stream after the last block, in place of the runner's own.
     """
     stream = network.run_blocks(batch.inputs, PackedCache(batch.segments), run)
+    network.watch(stream)
     rest = (batch.targets, run.fused, tuple(levers))
     loss: Tensor = run.end(loss_of or loss_for(run), network, stream, *rest)
     return loss
