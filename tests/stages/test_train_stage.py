@@ -5,12 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from tiny import TinyRun
 from underpar.build.levers import resolve_levers
 from underpar.build.model import weight_shapes
 from underpar.cli import app
+from underpar.compile import regions, rewrites
 from underpar.core.run_folder import RunFolder
 from underpar.core.runtime import Runtime, free_memory_bytes
 from underpar.errors import RecipeError, RunError
@@ -22,6 +24,39 @@ from underpar.stages.train import (
     telling_why,
     train,
 )
+from underpar.train import loop
+from watcher import Watcher
+
+COMPILED = Runtime(torch.device("cpu"), compiled=True, precision=torch.float32)
+
+
+def test_a_run_says_what_it_trains_without(
+    tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(regions, "inductor", lambda graph, examples: graph)
+    few = ["train.budget_steps=2", "model.num_layers=1", "train.micro_batch_tokens=128"]
+    changes = [[], ["levers.mlp_gate=true"]]
+    losses, notes = [], []
+    for number, change in enumerate(changes):
+        recipe = resolve_levers(load_recipe("baseline+cpu", [*few, *change]))
+        for device in ("cpu", "cuda"):
+            # Tensors stay on the CPU: only the choice thinks of a GPU.
+            chosen = replace(COMPILED, device=torch.device(device))
+            monkeypatch.setattr(
+                loop,
+                "choose_rewrites",
+                lambda wish, model, _, levers, at=chosen: rewrites.choose_rewrites(
+                    wish, model, at, levers
+                ),
+            )
+            watcher = Watcher()
+            folder = RunFolder(tmp_path / f"{number}-{device}")
+            losses.append(train(recipe, tiny_data, folder, COMPILED, watcher)["loss"])
+            notes.append([note for note in watcher.notes if "without" in note])
+    refused = "trains without folded_scales: levers at the seam 'mlp_out' act before the scale"
+    assert notes == [[], [], [], [refused]]
+    # With the loss that stores no logits, and without it.
+    assert losses[0] == pytest.approx(losses[1]) and losses[2] == pytest.approx(losses[3])
 
 
 @pytest.mark.parametrize("name", list_recipes())
