@@ -80,7 +80,8 @@ def test_scaled_recipes_train(
 
 def test_mixed_lengths_keep_their_shares_of_a_step() -> None:
     whole, small = (step_of(load_recipe(n).train) for n in ("pr1219", "pr1219+one-gpu"))
-    assert [micro.context for micro in small] == [micro.context for micro in whole]
+    assert [(micro.context, micro.share) for micro in small] == [(2048, 5), (6144, 3)]
+    assert [micro.context for micro in whole for _ in range(micro.share)] == 5 * [2048] + 3 * [6144]
     assert all(micro.tokens % micro.context == 0 for micro in small)
 
 

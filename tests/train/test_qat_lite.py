@@ -168,7 +168,14 @@ def gradients_of(
     model: GPT, runtime: Runtime = ALONE, penalty: Any = None
 ) -> tuple[float, dict[str, Tensor]]:
     model.zero_grad()
-    loss = accumulate(model, batches_of(runtime.rank, runtime.world), 4, runtime, EAGER, penalty)
+    loss = accumulate(
+        model,
+        batches_of(runtime.rank, runtime.world),
+        [0.25] * (4 // runtime.world),
+        runtime,
+        EAGER,
+        penalty,
+    )
     grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     return float(loss), grads
 

@@ -1,6 +1,7 @@
 """Growing context: batches are cut anew, rates rise again, nothing is skipped; and the warm-up."""
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,14 +11,15 @@ from underpar.build.levers import resolve_levers
 from underpar.core.run_folder import RunFolder
 from underpar.core.runtime import Runtime
 from underpar.data.folder import load_data
-from underpar.data.loader import Loader, MicroBatch, make_step
+from underpar.data.loader import Loader, MicroBatch, join, make_step, weights_of
+from underpar.model.gpt import GPT
 from underpar.model.network import Eager, Network
 from underpar.recipe import Recipe, TrainPart, load_recipe
 from underpar.seams import KVCache, Stream
 from underpar.stages.train import make_trainer, train
 from underpar.train.feed import Feed
 from underpar.train.loop import Trainer
-from underpar.train.step import step_of
+from underpar.train.step import accumulate, step_of
 from underpar.train.warmup import shapes_of, warm_up
 
 STAGES = 'train.stages=["16@0.3", "32@0.6", "64@1"]'
@@ -109,3 +111,50 @@ def test_steps_of_mixed_sizes_and_contexts() -> None:
     assert shapes_of(step_of(part), part) == [MicroBatch(64, 64), MicroBatch(96, 32)]
     staged = TrainPart(num_micro_batches=2, stages=("8@0.5", "16@1"))
     assert step_of(staged) == 2 * [MicroBatch(98_304, 16)]
+
+
+LIKE_RANKS = TrainPart(
+    order="sequences",
+    num_micro_batches=8,
+    contexts=5 * (16,) + 3 * (64,),
+    micro_sizes=(128,),
+    micro_batch_tokens=512,
+)
+
+
+def test_a_rank_alone_joins_small_micro_batches_of_whole_sequences() -> None:
+    step = [MicroBatch(512, 16, 4), MicroBatch(128, 16), MicroBatch(384, 64, 3)]
+    assert step_of(LIKE_RANKS) == step
+    assert weights_of(step) == [4 / 8, 1 / 8, 3 / 8]
+    for part in (replace(LIKE_RANKS, micro_sizes=(96,)), replace(LIKE_RANKS, order="documents")):
+        assert {micro.share for micro in step_of(part)} == {1}
+    assert step_of(LIKE_RANKS, world_size=2) == make_step(8, [128], LIKE_RANKS.contexts)
+    assert join([MicroBatch(64, 64), MicroBatch(128, 64)], 512) == [
+        MicroBatch(64, 64),
+        MicroBatch(128, 64),
+    ]
+
+
+def test_joined_micro_batches_have_the_gradients_of_separate_ones(
+    tiny_data: Path, recipe: Recipe, runtime: Runtime
+) -> None:
+    shard, spec = load_data(tiny_data).train, recipe.model
+    model = GPT(spec).to(runtime.device)
+    torch.manual_seed(0)
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+
+    def gradients(plan: list[MicroBatch]) -> dict[str, torch.Tensor]:
+        loader = Loader(shard, plan, 1, LIKE_RANKS.order)
+        model.zero_grad()
+        batches = (loader.batch(3, m) for m in range(len(plan)))
+        loss = accumulate(model, batches, weights_of(plan), runtime)
+        grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        return {"loss": loss} | grads
+
+    joined = gradients(step_of(LIKE_RANKS))
+    separate = gradients(step_of(LIKE_RANKS, world_size=8))
+    short = gradients([replace(micro, context=8) for micro in step_of(LIKE_RANKS)])
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(joined, short, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(joined, separate, rtol=1e-4, atol=1e-6)

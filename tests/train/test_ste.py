@@ -157,7 +157,12 @@ def test_ranks_add_up_to_the_gradients_of_one(model: GPT) -> None:
     def gradients(runtime: Runtime) -> dict[str, Tensor]:
         model.zero_grad()
         with plug(ALWAYS, model.spec).fake_quantize(model.state_dict(), 0.0):
-            accumulate(model, batches_of(runtime.rank, runtime.world), 4, runtime)
+            accumulate(
+                model,
+                batches_of(runtime.rank, runtime.world),
+                [0.25] * (4 // runtime.world),
+                runtime,
+            )
         return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
     expected = gradients(Runtime(CPU))

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -24,13 +24,17 @@ Place = tuple[int, int] | tuple[int, int, int | None]
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Size of one micro-batch and the context at which its documents are cut, both in tokens."""
+    """Size of one micro-batch and the context at which its documents are cut, both in tokens.
+
+    `share`: how many micro-batches of the recipe it stands for; its loss weighs as much as theirs.
+    """
 
     tokens: int
     context: int
+    share: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "context"):
+        for name in ("tokens", "context", "share"):
             value = getattr(self, name)
             if value < 1:
                 raise RecipeError(f"{name} of a micro-batch is {value}, expected at least 1")
@@ -48,6 +52,30 @@ def make_step(
         MicroBatch(sizes[m % len(sizes)], contexts[m % len(contexts)])
         for m in range(num_micro_batches)
     ]
+
+
+def join(plan: Sequence[MicroBatch], most: int) -> list[MicroBatch]:
+    """Neighbours of the same size and context as one micro-batch of at most `most` tokens.
+
+    Small micro-batches leave a GPU idle. The loss is the same where a micro-batch holds whole
+    sequences, because then nothing else is cut at its end.
+    """
+    joined: list[MicroBatch] = []
+    for micro in plan:
+        if joined:
+            last = joined[-1]
+            is_like = (last.tokens, last.context) == (micro.tokens * last.share, micro.context)
+            if is_like and last.tokens + micro.tokens <= most:
+                micro = replace(last, tokens=last.tokens + micro.tokens, share=last.share + 1)
+                joined.pop()
+        joined.append(micro)
+    return joined
+
+
+def weights_of(plan: Sequence[MicroBatch]) -> list[float]:
+    """The weight of each micro-batch in the loss of a step."""
+    total = sum(micro.share for micro in plan)
+    return [micro.share / total for micro in plan]
 
 
 class Loader:

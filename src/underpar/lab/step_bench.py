@@ -41,7 +41,7 @@ from underpar.core.runtime import Runtime, seed_everything
 from underpar.core.stats import variance_limit
 from underpar.core.words import count_text
 from underpar.data.batch import Batch, Segments
-from underpar.data.loader import MicroBatch
+from underpar.data.loader import weights_of
 from underpar.data.made_up import made_up_batch
 from underpar.errors import BenchError
 from underpar.kernels.attention import backend_of, set_backend
@@ -257,7 +257,7 @@ class TrainingStep:
         self.exact: dict[str, Tensor] | None = None
         self.batches = batches
         self._next: Iterator[Batch] = cycle(batches)
-        self._num_micro = len(step_of(recipe.train))
+        self._weights = weights_of(step_of(recipe.train))
         self.go_to(at, recipe.train.momentum_warmup_steps)
 
     def go_to(self, at: float, step: int) -> None:
@@ -318,7 +318,7 @@ class TrainingStep:
         self.exact = None
         for equipper in self.equippers:
             equipper.begin_step()
-        loss = self._accumulate(self._next, self._num_micro)
+        loss = self._accumulate(self._next, self._weights)
         with update:
             self.optimizer.step(*self._rates)
             for averager in self.averagers:
@@ -341,7 +341,7 @@ class TrainingStep:
     def gradients(self) -> dict[str, Tensor]:
         """The loss of the first micro-batch, and its gradients by name; no step is taken."""
         self.prepare()
-        loss = self._accumulate(iter(self.batches), 1)
+        loss = self._accumulate(iter(self.batches), [1.0])
         return {"loss": loss} | _take_gradients(self.model)
 
     def exact_gradients(self) -> dict[str, Tensor]:
@@ -388,8 +388,8 @@ class TrainingStep:
         self.optimizer.step(*self._rates)
         return {name: weight.detach() - before[name] for name, weight in weights.items()}
 
-    def _accumulate(self, batches: Iterator[Batch], num: int) -> Tensor:
-        parts = (self.model, batches, num, self.runtime, self.run)
+    def _accumulate(self, batches: Iterator[Batch], weights: Sequence[float]) -> Tensor:
+        parts = (self.model, batches, weights, self.runtime, self.run)
         return accumulate(*parts, loss_of=self.loss)
 
 
@@ -446,7 +446,7 @@ def made_up_steps(recipe: Recipe, at: float, runtime: Runtime) -> list[Batch]:
     """The micro-batches of some steps as at progress `at`, on the device."""
     part, rng = recipe.train, np.random.default_rng(recipe.train.seed)
     context = schedule.context_at(part, at)
-    micros = [MicroBatch(micro.tokens, context or micro.context) for micro in step_of(part)]
+    micros = [replace(micro, context=context or micro.context) for micro in step_of(part)]
     return [
         made_up_batch(micro, recipe.model.vocab_size, rng, part.order, part.longest_context).to(
             runtime.device

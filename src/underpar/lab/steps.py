@@ -18,6 +18,7 @@ from underpar.compile.rewrites import choose_rewrites
 from underpar.compile.traced_run import TracedRun
 from underpar.core.progress import SILENT, Progress, Task
 from underpar.core.runtime import Runtime, seed_everything
+from underpar.data.loader import weights_of
 from underpar.data.made_up import made_up_batch
 from underpar.errors import BenchError
 from underpar.kernels.attention import backend_of
@@ -115,6 +116,7 @@ class _Training:
     def __init__(self, model: Network, part: TrainPart, runtime: Runtime) -> None:
         self.plan = step_of(part)
         self.step_tokens = sum(micro.tokens for micro in self.plan)
+        self._weights = weights_of(self.plan)
         self.model, self.runtime = model, runtime
         self._optimizer = Optimizer(model, part, runtime)
         rng = np.random.default_rng(part.seed)
@@ -133,7 +135,7 @@ class _Training:
     def step(self, p: float) -> Tensor:
         """Take one step at progress p; returns its loss."""
         self.model.set_progress(p)
-        loss = accumulate(self.model, self._batches, len(self.plan), self.runtime, self._run)
+        loss = accumulate(self.model, self._batches, self._weights, self.runtime, self._run)
         self._optimizer.step(1.0, 0.9)
         return loss
 

@@ -215,7 +215,7 @@ def make_trainer(
     size = SizeForecast(recipe, shapes, data.tokenizer.content, lambda: len(bundle(recipe)))
     return Trainer(
         model=model,
-        loader=open_loader(data.train, part),
+        loader=open_loader(data.train, part, runtime.world),
         part=part,
         runtime=runtime,
         folder=folder,

@@ -25,7 +25,7 @@ from underpar.core.fields import reading
 from underpar.core.run_folder import RunFolder, write_atomic, write_json, writing
 from underpar.core.runtime import Clock, Runtime, process_age_seconds
 from underpar.core.tensor_files import save_tensors
-from underpar.data.loader import Batch, Loader
+from underpar.data.loader import Batch, Loader, weights_of
 from underpar.kernels.attention import backend_of
 from underpar.model.network import EAGER, Eager, Network
 from underpar.recipe import TrainPart
@@ -283,9 +283,9 @@ class Trainer:
                 fake_quantized.close()
                 return sum_penalties(self.penalties, self.model, step, p)
 
-            num_micro = self.loader.num_micro_batches
+            weights = weights_of(self.loader.plan)[self.runtime.rank :: self.runtime.world]
             rest = (self.runtime, self.runner, penalty, self.loss_levers)
-            return accumulate(self.model, batches, num_micro, *rest)
+            return accumulate(self.model, batches, weights, *rest)
 
     def _counted_seconds(self) -> float:
         """Seconds of this start that the budget counts."""
@@ -294,7 +294,8 @@ class Trainer:
 
     def _token_flops(self, context: int | None) -> float:
         """Operations per token, forward and backward, of a step cut at `context` or as planned."""
-        planned = fmean(micro.context for micro in self.loader.plan)
+        plan = self.loader.plan
+        planned = fmean((micro.context for micro in plan), (micro.tokens for micro in plan))
         return network_flops(self.model, context or planned)
 
     def _validation_is_due(self, seconds: float) -> bool:

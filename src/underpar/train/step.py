@@ -12,7 +12,7 @@ from underpar.compile.rewrites import LINEAR_LOSS
 from underpar.core.dist import sum_over_ranks
 from underpar.core.runtime import Runtime
 from underpar.data.batch import Batch
-from underpar.data.loader import Loader, MicroBatch, make_step
+from underpar.data.loader import Loader, MicroBatch, join, make_step
 from underpar.data.shards import Shard
 from underpar.kernels.capped import capped_cross_entropy
 from underpar.kernels.linear_loss import linear_loss
@@ -22,18 +22,22 @@ from underpar.schema import TrainPart
 from underpar.seams import MoreTargets, Penalty, Stream, Weigher
 
 
-def step_of(part: TrainPart) -> list[MicroBatch]:
-    """The micro-batches of one global step; with stages, cut at the longest."""
+def step_of(part: TrainPart, world_size: int = 1) -> list[MicroBatch]:
+    """The micro-batches of one global step; with stages, cut at the longest.
+
+    A rank alone joins small micro-batches of whole sequences, up to `micro_batch_tokens` tokens.
+    """
     stages = [int(context) for context, _ in part.context_stages]
     contexts = part.contexts or (max(stages, default=part.context),)
-    return make_step(
-        part.num_micro_batches, part.micro_sizes or (part.micro_batch_tokens,), contexts
-    )
+    sizes = part.micro_sizes or (part.micro_batch_tokens,)
+    plan = make_step(part.num_micro_batches, sizes, contexts)
+    is_whole = part.order == "sequences" and not any(size % max(contexts) for size in sizes)
+    return join(plan, part.micro_batch_tokens) if world_size == 1 and is_whole else plan
 
 
-def open_loader(shard: Shard, part: TrainPart) -> Loader:
+def open_loader(shard: Shard, part: TrainPart, world_size: int = 1) -> Loader:
     """The batches of a run."""
-    plan = step_of(part)
+    plan = step_of(part, world_size)
     return Loader(shard, plan, part.seed, part.order, piece_tokens=part.piece_tokens)
 
 
@@ -145,7 +149,7 @@ def sum_penalties(
 def accumulate(
     network: Network,
     batches: Iterator[Batch],
-    num_micro_batches: int,
+    weights: Sequence[float],
     runtime: Runtime,
     run: Eager = EAGER,
     penalty: Callable[[], Tensor | None] | None = None,
@@ -154,14 +158,14 @@ def accumulate(
 ) -> Tensor:
     """Leave the global batch's gradients on every rank; returns its mean loss in nats per token.
 
-    The gradients include those of `penalty` and of the `levers`; the loss that is returned does
-    not.
+    `weights` are those of this rank's micro-batches. The gradients include those of `penalty` and
+    of the `levers`; the loss that is returned does not.
     """
     total = torch.zeros((), device=runtime.device)
-    for _ in range(num_micro_batches // runtime.world):
+    for weight in weights:
         batch = next(batches).to(runtime.device, non_blocking=True)
         with products(runtime.device, runtime.dtype):
-            loss = mean_loss(network, batch, run, levers, loss_of) / num_micro_batches
+            loss = mean_loss(network, batch, run, levers, loss_of) * weight
         loss.backward()
         total += loss.detach()
     # Only one rank adds the penalty, so the sum over ranks counts it once: the rank that has the
