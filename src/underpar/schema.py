@@ -232,8 +232,8 @@ class TrainPart:
     `micro_batch_tokens`; the loss stays the same. Documents are cut at `context` tokens, or at
     `contexts` in turn, or at the length of the current stage: `stages` ("1024@0.1", "2048@1") cut
     at 1024 tokens up to a tenth of the run, then at 2048. After a change of stage the learning
-    rates rise again over `rewarm_steps` steps. Documents of more than `piece_tokens` (0: none) are read in pieces, which
-    are shuffled like documents; see data/order.py.
+    rates rise again over `rewarm_steps` steps. Documents of more than `piece_tokens` (0: none) are
+    read in pieces, which are shuffled like documents; see data/order.py.
 
     Schedules: Muon's momentum rises from `momentum_start` to `momentum` over the first share
     `momentum_warmup` of the run, or over `momentum_warmup_steps` steps (0: the share decides).
