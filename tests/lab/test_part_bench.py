@@ -26,6 +26,15 @@ def apply(network, recipe):
     for block in network.blocks:
         block.mlp.forward = types.MethodType(_forward, block.mlp)
 """
+DOUBLED_LOSS = """
+from underpar.train.step import stream_loss
+
+def loss(*parts):
+    return 2 * stream_loss(*parts)
+
+def apply(network, recipe):
+    pass
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +72,13 @@ def test_a_wrong_part_is_refused(tmp_path: Path, compiled: bool) -> None:
         measure("scoring", plain(), wrong)
     # It changes nothing of attention.
     assert measure("qkv", plain(), wrong, compiled=compiled)
+
+
+def test_a_wrong_loss_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "doubled_loss.py"
+    path.write_text(DOUBLED_LOSS)
+    with pytest.raises(BenchError, match="B is not the same function as A: its error of output"):
+        measure("loss", plain(), plain(candidates=(path,)))
 
 
 def test_unknown_operators_and_missing_levers_are_refused() -> None:

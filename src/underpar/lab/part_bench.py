@@ -41,6 +41,7 @@ from underpar.model.network import EAGER, Eager, Network, products
 from underpar.recipe import nearest
 from underpar.seams import Stream, Visit
 from underpar.train.optim import Optimizer
+from underpar.train.step import stream_loss
 
 # A traced function: the network and inputs -> the output.
 Work = Callable[..., Tensor]
@@ -242,7 +243,8 @@ def _loss(side: TrainingStep) -> PartCall:
     def work(network: Network, x: Tensor, targets: Tensor, cache: PackedCache) -> Tensor:
         # The last block leaves two lanes, if there are lanes.
         stream = Stream(x, x, targets, cache, (x, x), {"lanes": x})
-        return loss(network, stream, targets, fused)
+        # The exact loss is that of the network as it is.
+        return (loss if network is side.model else stream_loss)(network, stream, targets, fused)
 
     batch = side.batches[0]
     return TracedPart(side, work, [_hidden(side)], batch.targets, PackedCache(batch.segments))
