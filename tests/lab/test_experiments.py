@@ -17,7 +17,15 @@ from underpar.data.folder import data_identity, load_data
 from underpar.errors import BenchError, RunError
 from underpar.lab import runs
 from underpar.lab.claims import EXPERIMENTS, WITH, WITHOUT, read_claims
-from underpar.lab.experiments import DONE, NO_TIME, RUNS, plan_request, read_record, to_page
+from underpar.lab.experiments import (
+    DONE,
+    NO_TIME,
+    RUNS,
+    plan_request,
+    read_record,
+    to_tables,
+    write_page,
+)
 from underpar.lab.measurement import Allowance
 from underpar.lab.runs import token_budget
 from underpar.lab.variants import Request, make_cells, run_variants
@@ -170,7 +178,7 @@ def test_the_page_says_what_each_change_brought(
     request_: Request, tiny_data: Path, tmp_path: Path, machine: Machine
 ) -> None:
     result = run(request_, tiny_data, tmp_path / "out", machine)
-    rows = [line for line in to_page(request_.file, result).splitlines() if line[:2] == "| "][1:]
+    rows = [line for line in to_tables(request_.file, result).splitlines() if line[:2] == "| "][1:]
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[1:]]
     gain, smear = cells
     assert gain[:2] == ["gain", "sharper attention (PR 1). Expected: 2."]
@@ -186,7 +194,7 @@ def test_one_seed_decides_nothing_and_none_is_said(
     request_: Request, tiny_data: Path, tmp_path: Path, machine: Machine
 ) -> None:
     one = Request(request_.file, ("gain",), num_seeds=1)
-    page = to_page(one.file, run(one, tiny_data, tmp_path / "out", machine))
+    page = to_tables(one.file, run(one, tiny_data, tmp_path / "out", machine))
     (gain,) = [line for line in page.splitlines() if line.startswith("| gain")]
     (smear,) = [line for line in page.splitlines() if line.startswith("| smear")]
     assert gain.endswith("| one seed |") and "to" not in gain.split("|")[5]
@@ -200,7 +208,7 @@ def test_the_page_has_a_table_per_protocol(
     steps = ("train.budget_steps=7",)
     short = Request(request_.file, ("gain",), steps, 2)
     result = run(short, tiny_data, tmp_path / "out", machine)
-    page = to_page(request_.file, result)
+    page = to_tables(request_.file, result)
     assert "## Recipes as they are" in page and "## train.budget_steps=7" in page
     gains = [line.split("|")[4].strip() for line in page.splitlines() if "| gain" in line]
     assert gains == ["3", "2"]
@@ -235,7 +243,7 @@ def test_an_experiment_may_stand_on_another(
     ]
     assert runs_of[0] == runs_of[1]
     result = run(Request(on, num_seeds=2), tiny_data, tmp_path / "out", machine)
-    (smear,) = [line for line in to_page(on, result).splitlines() if line.startswith("| smear")]
+    (smear,) = [line for line in to_tables(on, result).splitlines() if line.startswith("| smear")]
     assert "`levers.smear=true` on `gain` |" in smear
 
 
@@ -281,11 +289,13 @@ def test_mistakes_in_the_file_are_named(
         make_cells(request_)
 
 
-def test_the_page_of_the_repository_is_made_from_its_record() -> None:
+def test_the_page_of_the_repository_is_made_from_its_record(tmp_path: Path) -> None:
     docs = Path(__file__).resolve().parents[2] / "docs"
     record = docs / "evidence" / "experiments.json"
-    page = to_page(EXPERIMENTS, read_record(record if record.exists() else None))
-    assert (docs / "frontier.md").read_text() == page
+    page = tmp_path / "frontier.md"
+    shutil.copy(docs / "frontier.md", page)
+    write_page(page, EXPERIMENTS, read_record(record if record.exists() else None))
+    assert (docs / "frontier.md").read_text() == page.read_text()
 
 
 def test_the_page_alone_needs_no_data(
@@ -295,7 +305,14 @@ def test_the_page_alone_needs_no_data(
     words = ["lab", "experiments", "--file", str(request_.file)]
     page, record = tmp_path / "page.md", str(tmp_path / "out" / "variants.json")
     answer = CliRunner().invoke(app, [*words, "--known", record, "--page", str(page)])
-    assert answer.exit_code == 0 and page.read_text() == to_page(request_.file, result)
+    assert answer.exit_code == 0 and to_tables(request_.file, result) in page.read_text()
+    # What people write around the tables stays.
+    page.write_text("Above.\n" + page.read_text().replace("| gain |", "| lost |") + "Below.\n")
+    assert CliRunner().invoke(app, [*words, "--known", record, "--page", str(page)]).exit_code == 0
+    text = page.read_text()
+    assert text.startswith("Above.\n<!-- begin: underpar lab experiments -->\n")
+    assert text.endswith("<!-- end: underpar lab experiments -->\nBelow.\n")
+    assert to_tables(request_.file, result) in text
     answer = CliRunner().invoke(app, [*words, "--out", str(tmp_path)])
     assert "name both --data and --out" in str(answer.exception)
     (tmp_path / "other.json").write_text("{}")

@@ -204,7 +204,11 @@ def test_verdicts_may_be_left_to_another_run(tiny_run: TinyRun, tmp_path: Path) 
     words = ["lab", "scoring-table", str(tiny_run.folder.artifact_file), "--documents", "3"]
     words += ["--data", str(tiny_run.data), "--out", str(tmp_path), "--device", "cpu"]
     words += ["--rows", str(PLAIN), str(PUBLISHED)]
-    invoked = CliRunner().invoke(app, [*words, "--no-probes"], catch_exceptions=False)
+    page = tmp_path / "page.md"
+    invoked = CliRunner().invoke(
+        app, [*words, "--no-probes", "--page", str(page)], catch_exceptions=False
+    )
+    assert invoked.stdout.strip() in page.read_text()
     assert invoked.stdout.strip() == (tmp_path / "scoring.md").read_text().strip()
     left = rows_of(tmp_path)
     assert [row["title"] for row in left] == [ROWS[i].title for i in (PLAIN, PUBLISHED)]

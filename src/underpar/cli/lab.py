@@ -440,6 +440,9 @@ def lab_scoring_table(
         Path | None,
         typer.Option(help="A TOML file of other rows: lab/adaptation.toml, lab/packing.toml."),
     ] = None,
+    page: Annotated[
+        Path | None, typer.Option(help="Put the table into this page, such as docs/frontier.md.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """What each way to score gains and costs: one artifact, one text, one machine, a table.
@@ -478,12 +481,14 @@ def lab_scoring_table(
     20  SGD on the last MLPs, flat, stride 64
     """
     from underpar.core.run_folder import artifact_at
-    from underpar.lab.scoring_table import Request, measure, to_markdown
+    from underpar.lab.scoring_table import Request, measure, to_markdown, write_page
 
     chosen = tuple(rows or ())
     path = artifact_at(artifact)
     request = Request(path, data, out, chosen, documents, device, not no_probes, file)
     record = measure(request, open_progress(json))
+    if page:
+        write_page(page, file, record)
     show_json(record) if json else typer.echo(to_markdown(record))
 
 
@@ -639,7 +644,8 @@ def lab_experiments(
         ),
     ] = False,
     page: Annotated[
-        Path | None, typer.Option(help="Write the page of all experiments: docs/frontier.md.")
+        Path | None,
+        typer.Option(help="Put the tables of all experiments into this page: docs/frontier.md."),
     ] = None,
     set_: Set = None,
     device: Device = "auto",
@@ -660,7 +666,6 @@ def lab_experiments(
     machine that is lent for a short time starts from an earlier result with --known. Exit code 2 if
     a run failed.
     """
-    from underpar.core.run_folder import write_atomic
     from underpar.errors import BenchError
     from underpar.lab import experiments as lab
     from underpar.lab.claims import EXPERIMENTS
@@ -672,7 +677,7 @@ def lab_experiments(
     if data is None or out is None:
         if page is None or data or out:
             raise BenchError("name both --data and --out to train, or neither and a --page")
-        write_atomic(page, lab.to_page(file or EXPERIMENTS, lab.read_record(known)))
+        lab.write_page(page, file or EXPERIMENTS, lab.read_record(known))
         return
     request = Request(file or EXPERIMENTS, tuple(experiment or ()), overrides, seeds)
     allowance = Allowance(seconds or float("inf"))
@@ -698,8 +703,7 @@ def lab_experiments(
     result, failed = run_variants(
         request, data, out, device, jobs, known, progress, allowance=allowance
     )
-    text = lab.to_page(request.file, result)
     if page:
-        write_atomic(page, text)
-    show_json(result) if json else typer.echo(text)
+        lab.write_page(page, request.file, result)
+    show_json(result) if json else typer.echo(lab.to_tables(request.file, result))
     raise typer.Exit(2 if failed else 0)

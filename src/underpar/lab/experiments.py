@@ -14,11 +14,12 @@ from typing import Any
 from underpar.artifact.size_before_training import grid_bits
 from underpar.build.levers import resolve_levers
 from underpar.build.model import weight_shapes
-from underpar.core.run_folder import RunFolder
+from underpar.core.run_folder import RunFolder, write_atomic
 from underpar.data.folder import load_data
 from underpar.errors import BenchError, RunError
 from underpar.lab.claims import SCORED, WITH, WITHOUT, Claim, read_claims
 from underpar.lab.measurement import Allowance, Figure, Measurement, guess, read_bpb
+from underpar.lab.results import into_page
 from underpar.lab.variants import (
     RECORD,
     Cell,
@@ -104,37 +105,17 @@ def bits_per_weight(figure: Figure, tokenizer: bytes) -> float | None:
     return bits if math.isfinite(bits) else None
 
 
-INTRODUCTION = """# Experiments
-
-Each row is one change of a recipe, trained with and without it on the same seeds. The rows are from
-`src/underpar/lab/experiments.toml`, the figures from `docs/evidence/experiments.json`, which is the
-`variants.json` of the last command. This page is made by
-
-    underpar data build TEXT --out data --recipe h200-300s --development 0.1
-    underpar lab experiments --data data-development --out runs/experiments --page docs/frontier.md
-
-and, without training, by
-
-    underpar lab experiments --known docs/evidence/experiments.json --page docs/frontier.md
-
-- Choices are made on the development documents, which are in neither the training text nor the
-  held-out text. `val` is reported for what was chosen: `underpar pack RUN`, then
-  `underpar score RUN --data data`.
-- A difference is the mean of with minus without in mBPB (thousandths of a bit per byte), averaged
-  weights, before quantization unless the row says "packed". Below 0 the change helps.
-- Its interval holds 95 % of such differences. Runs with one seed share their luck, and all runs of
-  one base and protocol share one spread (randomized blocks). In one row of twenty the interval
-  misses the truth.
-- Decision: *helps* or *hurts* if the interval excludes 0, *open* if it does not. One seed decides
-  nothing.
-- Expected gains are derived in mBPB from what the source reports.
-"""
 COLUMNS = ("experiment", "hypothesis", "setting", "seeds", "with - without, mBPB", "decision")
 NO_RUNS: dict[str, Any] = {"protocols": [], "figures": {}}
 
 
-def to_page(file: Path, result: Mapping[str, Any]) -> str:
-    """The page of all experiments of a file: a table per protocol of the result."""
+def write_page(page: Path, file: Path, result: Mapping[str, Any]) -> None:
+    """Put the tables of all experiments of a file into a page, new or old."""
+    write_atomic(page, into_page(page, to_tables(file, result), "underpar lab experiments"))
+
+
+def to_tables(file: Path, result: Mapping[str, Any]) -> str:
+    """All experiments of a file: a table per protocol of the result."""
     sections = [
         "\n".join(_section(file, Protocol(tuple(overrides), num_seeds), result))
         for num_seeds, *overrides in result["protocols"]
@@ -142,7 +123,7 @@ def to_page(file: Path, result: Mapping[str, Any]) -> str:
     if not sections:
         rows = [_row(claim, None) for claim in read_claims(file).values()]
         sections = ["\n".join(["## No runs yet\n", *_table(rows)])]
-    return "\n".join([INTRODUCTION, *sections])
+    return "\n".join(sections)
 
 
 def _section(file: Path, protocol: Protocol, result: Mapping[str, Any]) -> Iterator[str]:

@@ -24,7 +24,6 @@ from underpar.report.gather import OTHER_FILES, gather
 from underpar.score.method import PUBLISHED, STREAM
 
 # The lines around the table: what is between them is replaced, the rest of a page stays.
-BEGIN, END = "<!-- begin: underpar lab results -->", "<!-- end: underpar lab results -->"
 PUBLIC_RUNS = Path(__file__).with_name("public_runs.toml")
 # The word for an order of scoring.
 ORDERS = {STREAM: "decodable", PUBLISHED: "published order"}
@@ -145,18 +144,19 @@ def write_results(out: Path, runs: Sequence[str], public: Path = PUBLIC_RUNS) ->
     write_atomic(out, into_page(out, to_markdown(read, beside)))
 
 
-def into_page(out: Path, text: str) -> str:
-    """The page at `out` with `text` between its two marks, or a new page."""
-    section = f"{BEGIN}\n\n{text}\n{END}\n"
+def into_page(out: Path, text: str, command: str = "underpar lab results") -> str:
+    """The page `out` with `text` between the lines that name a command; of a new page, its part."""
+    begin, end = (f"<!-- {word}: {command} -->" for word in ("begin", "end"))
+    section = f"{begin}\n\n{text}\n{end}\n"
     if not out.exists():
         return section
     try:
-        before, _, rest = out.read_text().partition(f"{BEGIN}\n")
+        before, _, rest = out.read_text().partition(f"{begin}\n")
     except (OSError, UnicodeDecodeError) as error:
         raise RunError(f"{out} is no Markdown file ({error!s:.200}); give another name") from error
-    _, mark, after = rest.partition(f"{END}\n")
+    _, mark, after = rest.partition(f"{end}\n")
     if not mark:
-        raise RunError(f"{out} exists without the lines {BEGIN} and {END}; give another name")
+        raise RunError(f"{out} exists without the lines {begin} and {end}; give another name")
     return before + section + after
 
 

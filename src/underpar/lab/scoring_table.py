@@ -46,6 +46,7 @@ from underpar.data.folder import load_data
 from underpar.data.shards import Shard
 from underpar.errors import UnderparError
 from underpar.kernels.attention import backend_of
+from underpar.lab.results import into_page
 from underpar.score.method import PUBLISHED, STREAM, Method
 from underpar.stages.pack import pack_run
 
@@ -306,6 +307,12 @@ def to_markdown(record: Mapping[str, Any]) -> str:
     for made, titles in _processes(record["rows"]).items():
         lines.append(f"- {made}: {', '.join(titles)}")
     return "\n".join(lines) + "\n"
+
+
+def write_page(page: Path, file: Path | None, record: Mapping[str, Any]) -> None:
+    """Put the table into a page, between lines that name the command and the file of its rows."""
+    command = " ".join(["underpar lab scoring-table", *([file.stem] if file else [])])
+    write_atomic(page, into_page(page, to_markdown(record), command))
 
 
 def gain_interval(first: Mapping[str, Any], row: Mapping[str, Any]) -> Interval | None:
