@@ -319,6 +319,47 @@ def doctor(device: Device = "auto", json: Json = False) -> None:
     show_pairs("this machine", flat | {"verdict": "; ".join(verdict)})
 
 
+@lab_app.command("start")
+def lab_start(
+    recipe: RecipeName,
+    data: DataPath,
+    set_: Set = None,
+    warm: Annotated[int, typer.Option(help="Starts with the caches of the first one.")] = 1,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the result as JSON and Markdown.")
+    ] = None,
+    device: Device = "auto",
+    compiled: Compiled = None,
+    json: Json = False,
+) -> None:
+    """How long does a training take to start? By phase, cold and warm, each in a fresh process.
+
+    \b
+    underpar lab start h200-300s --data data --out start
+    underpar lab start demo --data data --compile
+
+    Cold: the folders in which the compilers keep what they made are empty, and in a temporary
+    place. Warm: the same again. Bytecode of Python is that of the machine.
+    """
+    from underpar.core.run_folder import write_atomic, write_json
+    from underpar.lab.start_times import Request, measure_starts, to_markdown
+
+    request = Request(recipe, str(data), tuple(set_ or ()), device, compiled)
+    starts = measure_starts(request, warm)
+    document = {"request": asdict(request)} | {
+        name: [asdict(start) | {"total": start.total} for start in group]
+        for name, group in starts.items()
+    }
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        write_json(out / "start.json", document)
+        write_atomic(out / "start.md", to_markdown(starts))
+    if json:
+        show_json(document)
+        return
+    typer.echo(to_markdown(starts))
+
+
 @lab_app.command("parity")
 def lab_parity(
     recipe: RecipeName,
