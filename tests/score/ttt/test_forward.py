@@ -170,6 +170,25 @@ def test_a_token_or_two_are_not_compiled(model: GPT, keys: str, num_lanes: int, 
     assert Counted.num_traces == 0
 
 
+@pytest.mark.parametrize("name", ["hnet-m1-fixed", "hnet-m2"])
+def test_steps_of_bytes_are_one_set_of_graphs(name: str) -> None:
+    sets = ["model.num_layers=2", "hnet.encoder_layers=1", f"model.context={CONTEXT}"]
+    bytewise = randomized(load_recipe(f"{name}+cpu", sets)).requires_grad_(False)
+    forward, lora = CompiledForward(vary=False, sharing=counted()), make_lora(bytewise, NUM_LANES)
+    lanes = make_reading(bytewise, "kept", NUM_LANES), make_reading(bytewise, "kept", NUM_LANES)
+    run(forward_step, bytewise, lora, lanes[1], lanes[1].empty_inputs(NUM_LANES, 8))
+    traces = []
+    for first in (0, 8, 16, 24):
+        counts = (8, 5, 8) if first < 24 else (8, 0, 1)
+        chunks = [Chunk(lane, lane, first, count, False) for lane, count in enumerate(counts)]
+        eager, compiled = run_both(forward, bytewise, lora, lanes, chunks)
+        torch.testing.assert_close(compiled[0], eager[0], rtol=0, atol=1e-5)
+        atol = 1e-4 * float(eager[1].abs().max())
+        torch.testing.assert_close(compiled[1], eager[1], rtol=0, atol=atol)
+        traces.append(Counted.num_traces)
+    assert traces[0] > 0 and set(traces[1:]) == {traces[0]}
+
+
 @pytest.mark.parametrize(
     ("counts", "width"),
     [([0, 0], 64), ([64, 1], 64), ([300, 0, 256], 320), ([1024, 0, 257, 700], 1024), ([5], 896)],
