@@ -71,8 +71,12 @@ def refusal(folder: Path, verify: bool = True) -> str:
         load_data(folder, verify=verify)
     assert "\n" not in str(caught.value)
     message, _, remedy = str(caught.value).rpartition("; ")
-    overwrite = " --overwrite" if folder.exists() else ""
-    assert remedy == f"run 'underpar data build TEXT --out {folder}{overwrite}'"
+    if not folder.exists():
+        assert remedy == f"run 'underpar data build TEXT --out {folder}'"
+    elif (folder / "manifest.json").exists():
+        assert remedy == f"run 'underpar data build TEXT --out {folder} --overwrite'"
+    else:
+        assert remedy == f"if it holds texts, run 'underpar data build {folder} --out DATA'"
     return message
 
 

@@ -70,6 +70,14 @@ def test_a_run_that_diverged(
     assert new.train.matrix_lr == tiny_run.recipe.train.matrix_lr / 2
 
 
+def test_a_file_in_place_of_a_text(tiny_run: TinyRun, tmp_path: Path, fails: Fails) -> None:
+    file = tmp_path / "my page.txt"
+    file.write_text("The government announced")
+    words = quoted_words(fails("inspect", tiny_run.folder.path, file))
+    assert "24 bytes in 13 tokens" in run(*words)
+    run("inspect", tiny_run.folder.path, "The " * 100)
+
+
 def test_a_text_whose_name_begins_with_a_dash(
     tmp_path: Path, fails: Fails, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,6 +89,15 @@ def test_a_text_whose_name_begins_with_a_dash(
     assert "name the file as ./-x.jsonl" in result.output
     assert "name the file" not in invoke("data", "build", "-y.jsonl", "--out", "data").output
     run(*("./-x.jsonl" if word == "-x.jsonl" else word for word in words))
+
+
+def test_a_folder_of_texts_in_place_of_data(tmp_path: Path, fails: Fails) -> None:
+    texts, data = tmp_path / "my texts", tmp_path / "data"
+    texts.mkdir()
+    write_jsonl(texts / "texts.jsonl", prose(60))
+    words = quoted_words(fails("train", "demo", "--data", texts), DATA=data)
+    run(*words, "--set", "model.vocab_size=400")
+    run("data", "inspect", data)
 
 
 def test_a_damaged_data_folder(tiny_run: TinyRun, tmp_path: Path, fails: Fails) -> None:

@@ -302,4 +302,8 @@ def test_paper_has_the_wide_layout_without_what_only_a_screen_needs(
     assert re.findall(r"@media ([^{]*max-width[^{]*) {", page) == ["screen and (max-width: 48rem)"]
     paper = page.partition("@media print {")[2].partition("</style>")[0]
     assert "nav, summary { display: none; }" in paper
+    # Nor are the colors of a dark screen printed.
+    dark = re.findall(r"@media ([^{]*dark[^{]*) {", page)
+    assert dark == ["screen and (prefers-color-scheme: dark)"]
+    assert ":root { color-scheme: light; --paper: #fff;" in paper
     assert re.search(r"figure, tr, [^{]*{ break-inside: avoid; }", paper)

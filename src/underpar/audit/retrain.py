@@ -23,6 +23,7 @@ from underpar.audit.case import Case
 from underpar.audit.clock import limit_seconds
 from underpar.audit.finding import PASS, Finding, judge, not_shown
 from underpar.core.tensor_files import read_tensors
+from underpar.core.words import count_text
 from underpar.data.folder import data_identity, data_sha256, hash_file
 from underpar.errors import RuleError
 from underpar.train.checkpoint import Parts, Position, read_checkpoint
@@ -116,8 +117,9 @@ def training(case: Case) -> Finding:
     finding = judge(
         "training",
         not repeat.wrong,
-        f"{num_repeated} of {num_taken} steps repeated from {len(segments)} checkpoints, at most "
-        f"{longest} steps apart: " + ("; ".join(repeat.wrong[:3]) or f"the same {how}"),
+        f"{num_repeated} of {num_taken} steps repeated from "
+        f"{count_text(len(segments), 'checkpoint')}, at most {longest} steps apart: "
+        + ("; ".join(repeat.wrong[:3]) or f"the same {how}"),
         repeated=[asdict(segment) for segment in segments],
         exact=is_exact,
         loss_difference_nats=repeat.loss_difference,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -68,7 +69,7 @@ def _hint_at_file(error: Exception, words: list[str]) -> None:
     """Say of an unknown option that is a file how the file is named."""
     # typer's NoSuchOption has no public name.
     option = vars(error).get("option_name")
-    files = [w for w in words if option and w.startswith(option) and Path(w).is_file()]
+    files = [w for w in words if option and w.startswith(option) and os.path.isfile(w)]
     if files:
         vars(error)["message"] += f"; name the file as {shlex.quote(f'./{files[0]}')}"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -210,6 +212,10 @@ def inspect(
 
     if (file is None) == (not text):
         raise UnderparError("give a text, or the name of its file with --file")
+    # Unlike that of Path, this test says of a text that is too long for a name: no file.
+    if os.path.isfile(text):
+        command = shlex.join(["inspect", str(artifact), "--file", text])
+        raise UnderparError(f"{text} is a file; run 'underpar {command}'")
     raw = text.encode(errors="surrogateescape") if file is None else read_input(file)
     model = load(artifact, device)
     tokens = model.log_probs(raw, adapt)

@@ -92,9 +92,14 @@ def _load_data(folder: Path, verify: bool, refuse_shared: bool) -> DataFolder:
 
 
 def build_again(folder: Path) -> str:
-    """What helps if a data folder is damaged."""
-    overwrite = " --overwrite" if folder.exists() else ""
-    return f"run 'underpar data build TEXT --out {shlex.quote(str(folder))}{overwrite}'"
+    """What helps if a data folder is damaged, or if it is a folder of texts."""
+    name = shlex.quote(str(folder))
+    if not folder.exists():
+        return f"run 'underpar data build TEXT --out {name}'"
+    # Without its manifest a folder is not replaced.
+    if not (folder / MANIFEST_NAME).exists():
+        return f"if it holds texts, run 'underpar data build {name} --out DATA'"
+    return f"run 'underpar data build TEXT --out {name} --overwrite'"
 
 
 def _open_data(folder: Path, verify: bool, refuse_shared: bool) -> DataFolder:
