@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from underpar.build.levers import resolve_levers
 from underpar.cli import app
 from underpar.core.run_folder import RunFolder
+from underpar.core.runtime import Runtime
 from underpar.data.folder import data_identity, load_data
 from underpar.errors import BenchError, RunError
 from underpar.lab import runs
-from underpar.lab.claims import EXPERIMENTS, WITH, WITHOUT, read_claims
+from underpar.lab.claims import EXPERIMENTS, SCORED, WITH, WITHOUT, read_claims
 from underpar.lab.experiments import (
     DONE,
     NO_TIME,
@@ -26,10 +29,12 @@ from underpar.lab.experiments import (
     to_tables,
     write_page,
 )
-from underpar.lab.measurement import Allowance
+from underpar.lab.measurement import Allowance, read_bpb
 from underpar.lab.runs import token_budget
 from underpar.lab.variants import Request, make_cells, run_variants
-from underpar.recipe import load_recipe, to_toml
+from underpar.recipe import Recipe, load_recipe, to_toml
+from underpar.stages.pack import pack_run
+from underpar.stages.train import train
 
 FILE = """
 [gain]
@@ -336,6 +341,33 @@ def test_the_command_plans_without_training(
     assert answer.exit_code == 0, answer.output
     assert [row["state"] for row in json.loads(answer.stdout)["runs"]] == [RUNS] * 3
     assert not (tmp_path / "out").exists()
+
+
+# Sizes at which each shipped experiment trains in seconds; layers are those of the recipe.
+SMALL = ("train.budget_steps=3", "train.micro_batch_tokens=512", "train.num_micro_batches=1")
+SMALLER = {
+    "model.mlp_dim=1536": "model.mlp_dim=96",
+    "model.mlp_dim=1792": "model.mlp_dim=112",
+    "train.query_rows=128": "train.query_rows=24",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", read_claims(EXPERIMENTS))
+def test_a_shipped_experiment_trains(
+    name: str, data_for: Callable[[Recipe], Path], tmp_path: Path
+) -> None:
+    claim = read_claims(EXPERIMENTS)[name]
+    change = next(variant.set for variant in claim.variants if variant.name == WITH)
+    words = (*(SMALLER.get(word, word) for word in change), *SMALL)
+    recipe = resolve_levers(load_recipe(f"{claim.base}+cpu", words))
+    folder = RunFolder(tmp_path)
+    assert train(recipe, data_for(recipe), folder, Runtime(torch.device("cpu")))["finished"]
+    # Three steps are better than a guess among 512 pieces of two bytes.
+    assert 1 < (read_bpb(folder) or 0) < 5.5
+    if claim.figure == SCORED:
+        budget = pack_run(folder)
+        assert budget.total_bytes <= recipe.limits.cap_bytes
 
 
 @pytest.mark.slow
