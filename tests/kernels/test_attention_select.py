@@ -93,7 +93,7 @@ def test_the_operator_follows_the_choice(monkeypatch: pytest.MonkeyPatch) -> Non
     add(monkeypatch, replace(REFERENCE, forward=forward))
     assert set_backend("own", CPU, torch.float32) == "own"
     called.clear()
-    x = torch.randn(3, 2, 8)
+    x = torch.randn(3, 2, 64)
     attend(x, x, x, torch.tensor([0, 3], dtype=torch.int32), 3)
     assert called == [3]
 
@@ -106,7 +106,7 @@ def test_what_is_compiled_follows_a_later_choice(monkeypatch: pytest.MonkeyPatch
         return REFERENCE.forward(q, k, v, pieces)
 
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
-    x, cu = torch.randn(3, 2, 8), torch.tensor([0, 3], dtype=torch.int32)
+    x, cu = torch.randn(3, 2, 64), torch.tensor([0, 3], dtype=torch.int32)
     before = compiled(x, x, x, cu, 3)
     add(monkeypatch, replace(REFERENCE, forward=forward))
     set_backend("own", CPU, torch.float32)
@@ -195,6 +195,20 @@ def test_windows_are_tried_only_where_they_are_wanted(monkeypatch: pytest.Monkey
         backend_of(CPU, torch.float32, windowed=True)
     assert set_backend("auto", CPU, torch.float32) == "own"
     assert backend_of(CPU, torch.float32, windowed=True) == "sdpa"
+
+
+def test_a_head_that_a_backend_does_not_know_has_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(q: Tensor, k: Tensor, v: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor]:
+        if q.size(-1) != 64:
+            raise RuntimeError("no kernel for this width")
+        return REFERENCE.forward(q, k, v, pieces)
+
+    add(monkeypatch, replace(REFERENCE, forward=forward))
+    assert set_backend("auto", CPU, torch.float32) == "own"
+    assert backend_of(CPU, torch.float32, head_dim=32) == "sdpa"
+    x, cu = torch.randn(3, 2, 32), torch.tensor([0, 3], dtype=torch.int32)
+    torch.testing.assert_close(attend(x, x, x, cu, 3), attend(x, x, x, cu, 3, backend="reference"))
+    assert backend_of(CPU, torch.float32) == "own"
 
 
 def test_a_bug_is_not_taken_for_a_missing_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

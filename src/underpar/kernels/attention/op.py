@@ -62,7 +62,7 @@ def _attend(
 
 
 def _chosen(name: str, q: Tensor, window: int) -> Backend:
-    return find_backend(name or backend_of(q.device, q.dtype, window > 0))
+    return find_backend(name or backend_of(q.device, q.dtype, window > 0, q.size(-1)))
 
 
 @register_fake("underpar::attend")

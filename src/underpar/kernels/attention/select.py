@@ -32,14 +32,16 @@ EXPECTED: tuple[type[Exception], ...] = (
 # Lengths of pieces: one token, none, several blocks of a kernel, a part of a block.
 PROBE_LENGTHS = (1, 0, 300, 37)
 PROBE_WINDOWS = (0, 5)
+HEAD_DIM = 64
 # A relative error: rounding stays below it, and any wrong mask is above it.
 TOLERANCE = 0.02
 
 # Held while backends are tried; another thread that needs the choice waits.
 _trial = threading.RLock()
-# What was asked for, and the backend that was chosen, with and without windows.
+# What was asked for, and the backend that was chosen, with and without windows, by the width of a
+# head: not every backend has kernels for every width.
 _wishes: dict[tuple[torch.device, torch.dtype], str] = {}
-_choices: dict[tuple[torch.device, torch.dtype, bool], str] = {}
+_choices: dict[tuple[torch.device, torch.dtype, bool, int], str] = {}
 
 
 def available(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
@@ -47,15 +49,21 @@ def available(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
     return {name: _probe(name, _placed(device), dtype, windowed=True) for name in BACKENDS}
 
 
-def choose(name: str, device: torch.device, dtype: torch.dtype, windowed: bool = False) -> str:
+def choose(
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    windowed: bool = False,
+    head_dim: int = HEAD_DIM,
+) -> str:
     """The backend called `name`; for "auto" the first of the table that works.
 
     Windows are only tried if `windowed`: they have kernels of their own, which compile for seconds.
     """
     device = _placed(device)
     if name == "auto":
-        return next(n for n in BACKENDS if _is_first(n, device, dtype, windowed))
-    answer = _probe(find_backend(name).name, device, dtype, windowed)
+        return next(n for n in BACKENDS if _is_first(n, device, dtype, windowed, head_dim))
+    answer = _probe(find_backend(name).name, device, dtype, windowed, head_dim)
     if answer == "yes":
         return name
     usable = [other for other, text in available(device, dtype).items() if text == "yes"]
@@ -65,11 +73,13 @@ def choose(name: str, device: torch.device, dtype: torch.dtype, windowed: bool =
     )
 
 
-def _is_first(name: str, device: torch.device, dtype: torch.dtype, windowed: bool) -> bool:
+def _is_first(
+    name: str, device: torch.device, dtype: torch.dtype, windowed: bool, head_dim: int
+) -> bool:
     # Part of torch, on every device: nothing to try, nothing to wait for.
     if name == SDPA.name:
         return True
-    return not BACKENDS[name].by_name and _probe(name, device, dtype, windowed) == "yes"
+    return not BACKENDS[name].by_name and _probe(name, device, dtype, windowed, head_dim) == "yes"
 
 
 def set_backend(name: str, device: torch.device, dtype: torch.dtype) -> str:
@@ -81,8 +91,9 @@ def set_backend(name: str, device: torch.device, dtype: torch.dtype) -> str:
     with _trial:
         chosen = choose(name, device, dtype)
         _wishes[place] = name
-        _choices.pop((*place, True), None)
-        _choices[*place, False] = chosen
+        for key in [key for key in _choices if key[:2] == place]:
+            del _choices[key]
+        _choices[*place, False, HEAD_DIM] = chosen
     return chosen
 
 
@@ -107,17 +118,19 @@ def set_backend_aside(
     threading.Thread(target=choose_there, name="trial of attention").start()
 
 
-def backend_of(device: torch.device, dtype: torch.dtype, windowed: bool = False) -> str:
+def backend_of(
+    device: torch.device, dtype: torch.dtype, windowed: bool = False, head_dim: int = HEAD_DIM
+) -> str:
     """The chosen backend of a device and precision; chosen now if it was not chosen before."""
     # A meta tensor has no values, so no backend can be tried.
     if device.type == "meta":
         return REFERENCE.name
     place = _placed(device), dtype
-    if (*place, windowed) not in _choices:
+    key = (*place, windowed, head_dim)
+    if key not in _choices:
         with _trial:
-            wish = _wishes.get(place, "auto")
-            _choices[*place, windowed] = choose(wish, *place, windowed)
-    return _choices[*place, windowed]
+            _choices[key] = choose(_wishes.get(place, "auto"), *key)
+    return _choices[key]
 
 
 def _placed(device: torch.device) -> torch.device:
@@ -127,7 +140,9 @@ def _placed(device: torch.device) -> torch.device:
 
 
 @cache
-def _probe(name: str, device: torch.device, dtype: torch.dtype, windowed: bool) -> str:
+def _probe(
+    name: str, device: torch.device, dtype: torch.dtype, windowed: bool, head_dim: int = HEAD_DIM
+) -> str:
     backend = find_backend(name)
     if reason := backend.refuse(device, dtype):
         return reason
@@ -135,21 +150,27 @@ def _probe(name: str, device: torch.device, dtype: torch.dtype, windowed: bool) 
     try:
         # The caller may be in inference mode, whose tensors cannot have gradients.
         with torch.inference_mode(False):
-            return _try(backend, device, dtype, PROBE_WINDOWS if windowed else PROBE_WINDOWS[:1])
+            windows = PROBE_WINDOWS if windowed else PROBE_WINDOWS[:1]
+            return _try(backend, device, dtype, windows, head_dim)
     except expected as error:
         first = str(error).strip().partition("\n")[0]
         return f"{type(error).__name__}: {first[:160]}"
 
 
 def _try(
-    backend: Backend, device: torch.device, dtype: torch.dtype, windows: tuple[int, ...]
+    backend: Backend,
+    device: torch.device,
+    dtype: torch.dtype,
+    windows: tuple[int, ...],
+    head_dim: int,
 ) -> str:
     cu = torch.tensor([0, *accumulate(PROBE_LENGTHS)], dtype=torch.int32, device=device)
     # Its own generator, so that the global random numbers stay the same.
     source = torch.Generator().manual_seed(0)
     num = sum(PROBE_LENGTHS)
     grad, q, k, v = (
-        torch.randn(num, heads, 64, generator=source).to(device, dtype) for heads in (4, 4, 2, 2)
+        torch.randn(num, heads, head_dim, generator=source).to(device, dtype)
+        for heads in (4, 4, 2, 2)
     )
     for window in windows:
         pieces = Pieces(cu, max(PROBE_LENGTHS), window)
