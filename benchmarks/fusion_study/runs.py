@@ -33,7 +33,7 @@ from torch import Tensor
 
 from underpar.build.levers import plug_levers
 from underpar.build.model import build_model
-from underpar.compile.startup import warm_compiler
+from underpar.compile.startup import end_warm_up, warm_compiler
 from underpar.core.run_folder import write_atomic, write_json
 from underpar.core.runtime import Runtime, keep_bytecode, open_runtime, seed_everything
 from underpar.core.stats import block_differences
@@ -374,6 +374,7 @@ def _run(options: argparse.Namespace) -> int:
         warm_compiler(runtime)
         plain = Variant(options.recipe, overrides, rewrites="none")
         runs = open_runs(names, plain, runtime, study.refused)
+        end_warm_up()
         study.finished[seed] = runs
         recipe = runs[PLAIN].side.recipe
 
