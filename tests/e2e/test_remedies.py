@@ -91,6 +91,18 @@ def test_a_text_whose_name_begins_with_a_dash(
     run(*("./-x.jsonl" if word == "-x.jsonl" else word for word in words))
 
 
+def test_an_option_that_repairs_a_call_is_shown_in_the_whole_call(
+    tmp_path: Path, fails: Fails
+) -> None:
+    texts = write_jsonl(tmp_path / "my texts.jsonl", [*prose(60), ""])
+    words = ["data", "build", texts, "--out", tmp_path / "data", "--set", "model.vocab_size=400"]
+    run(*quoted_words(fails(*words)))
+    again = quoted_words(fails(*words, "--bad-input", "repair"))
+    assert again[-1] == "--overwrite"
+    run(*again)
+    assert "as in" not in fails("data", "build", tmp_path / "nothing", "--out", tmp_path / "new")
+
+
 def test_a_folder_of_texts_in_place_of_data(tmp_path: Path, fails: Fails) -> None:
     texts, data = tmp_path / "my texts", tmp_path / "data"
     texts.mkdir()

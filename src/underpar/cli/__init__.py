@@ -9,6 +9,7 @@ reader of the output left. 2 and 70 come with one line on standard error.
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import traceback
 
@@ -21,6 +22,7 @@ from underpar.errors import UnderparError
 __all__ = ["app", "data", "judge", "lab", "main", "make", "submit", "use"]
 
 MISTAKE, UNFORESEEN, INTERRUPTED = 2, 70, 130
+REPAIRS = ("--bad-input repair", "--overwrite", "--any-machine")
 
 
 def main() -> None:
@@ -44,8 +46,16 @@ def main() -> None:
         if "--debug" in sys.argv:
             traceback.print_exc()
         message, code = explain(error)
-        show_error(message)
+        show_error(message + repaired_call(message, sys.argv[1:]))
         sys.exit(code)
+
+
+def repaired_call(message: str, words: list[str]) -> str:
+    """The whole call with the option that an error names, if this option alone repairs it."""
+    option = next((option for option in REPAIRS if option in message), "")
+    if not option or "'underpar " in message or option.split()[0] in words:
+        return ""
+    return f"; as in 'underpar {shlex.join(words)} {option}'"
 
 
 def explain(error: Exception) -> tuple[str, int]:
