@@ -60,6 +60,20 @@ def test_an_adapted_score_decodes(shard: Shard, code_tokens: int, num_coded: int
     assert finding.verdict == FAIL and "adapt" in finding.summary
 
 
+def test_a_score_with_experts_decodes_as_a_whole(shard: Shard) -> None:
+    tilted = scored(Method(("lora_ttt", "tilt")), shard, "levers.tilt.order=2")
+    case = case_of(shard, tilted, 0)
+    finding = coded_bits(case)
+    assert finding.verdict == PASS, finding.summary
+    row = finding.evidence["scores"]["adapt"]
+    # The number of targets takes 32 bits.
+    assert row["coded_bits"] == pytest.approx(row["scored_bits"] + 32, abs=20)
+    assert row["scored_bits"] != pytest.approx(case.scores["plain"].bits, rel=1e-3)
+    part = coded_bits(case_of(shard, tilted, 4 * 150))
+    assert part.verdict == NOT_SHOWN
+    assert "only the whole text" in part.evidence["not_coded"]["adapt"]
+
+
 def test_a_score_that_no_codec_follows_is_named(shard: Shard) -> None:
     fresh = scored(ADAPT, shard, "levers.lora_ttt.keys=fresh")
     finding = coded_bits(case_of(shard, fresh, 0))

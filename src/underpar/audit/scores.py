@@ -326,6 +326,8 @@ def _code_adapted(case: Case, score: Score) -> dict[str, Any]:
     # Adapters make a token several times as slow.
     most = case.code_tokens // ADAPTED_SHARE or shard.num_tokens
     num = min(shard.num_documents, 1 + int(np.searchsorted(ends, most)))
+    if adaptation.experts and num < shard.num_documents:
+        raise RuleError("experts share what they learn: only the whole text can be decoded")
     coded = code_first(adaptation, _documents(case, range(num)), shard.num_documents)
     scored = sum(entry.bits for entry in score.entries[:num])
     return _coded(list(range(num)), coded, scored, ADAPTED_TOLERANCE * scored + END_BITS)

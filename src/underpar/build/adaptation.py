@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from underpar.artifact.unpack import Artifact
 from underpar.build.model import build_predictor
-from underpar.build.scoring import having, how_of, levers_of, open_method
+from underpar.build.scoring import having, how_of, levers_of, mix_levers, open_method
 from underpar.codec.adapted import Adaptation
 from underpar.core.runtime import Runtime
 from underpar.errors import RuleError
@@ -27,12 +27,10 @@ def adaptation_for(
 ) -> Adaptation:
     """The adaptation of a method, with the settings that the recipe has."""
     levers = levers_of(method, recipe)
-    lora, experts = having(levers, "lora"), having(levers, "propose")
+    lora = having(levers, "lora")
     why = ""
     if not lora:
         why = "files are coded with adapters of documents (the lever lora_ttt) only"
-    elif experts:
-        why = "experts (tilt, match, counts, ngram) are scored and not coded yet"
     elif method.order != STREAM:
         why = f"a decoder does not know the order {method.order!r}"
     elif lora[0].lora.keys != "kept":
@@ -52,4 +50,5 @@ def adaptation_for(
     how = how_of(replace(method, name="", seconds=0.0), recipe, runtime)
     digest = hashlib.sha256(json.dumps(how, sort_keys=True).encode()).hexdigest()[:16]
     phases = next(iter(having(levers, "boundaries")), None)
-    return Adaptation(open_predictor, lora[0].lora, phases, runtime, digest)
+    experts = mix_levers(levers, artifact).experts
+    return Adaptation(open_predictor, lora[0].lora, phases, runtime, digest, experts)

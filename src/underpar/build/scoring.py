@@ -140,7 +140,7 @@ def run_method(artifact: Artifact, shard: Shard, request: ScoringRequest) -> Sco
     predictor = build(artifact, runtime.device, adapters, runtime.dtype)
     for lever in having(levers, "classes"):
         lever.attach(predictor.model)
-    mixture = _mix(levers, artifact)
+    mixture = mix_levers(levers, artifact)
     reports = (request.on_share, request.on_commit, request.partial, request.now)
     if lora:
         # Imported by name, because the counted script contains every module that is imported
@@ -209,10 +209,10 @@ def _require_packed(method: Method, asked: Recipe, packed_recipe: Recipe) -> Non
 
 def mixture_of(score: Score, artifact: Artifact) -> Mixture:
     """The experts of a score's method, with the settings of that score."""
-    return _mix(levers_of(*method_of(score, artifact.recipe)), artifact)
+    return mix_levers(levers_of(*method_of(score, artifact.recipe)), artifact)
 
 
-def _mix(levers: Mapping[str, Any], artifact: Artifact) -> Mixture:
+def mix_levers(levers: Mapping[str, Any], artifact: Artifact) -> Mixture:
     """The experts among levers; those of words are told the tokenizer's pieces."""
     for lever in having(levers, "read_pieces"):
         if lever.needs_pieces:

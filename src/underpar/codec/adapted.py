@@ -30,11 +30,13 @@ from underpar.codec.lanes import (
     encode_by,
     frequencies,
 )
+from underpar.codec.range_coder import quantize
 from underpar.core.runtime import Clock, Runtime, fix_matmul_workspace, threads
 from underpar.errors import CodecError
+from underpar.infer.experts import Expert, Proposals
 from underpar.infer.lora import LoraSettings
 from underpar.infer.predictor import Predictor, log_probs_of
-from underpar.infer.tilt import Mixture
+from underpar.infer.tilt import Mixture, join
 from underpar.kernels.attention.select import backend_of, set_backend
 from underpar.model.chunk_cache import ChunkCache
 from underpar.model.network import products
@@ -59,6 +61,8 @@ class Adaptation:
     runtime: Runtime
     digest: str
     """Names all settings: a decoder with other settings would read other tokens."""
+    experts: Sequence[Expert] = ()
+    """They forget everything when a pass begins."""
 
     @cached_property
     def predictor(self) -> Predictor:
@@ -155,18 +159,30 @@ class DocumentCoder(DocumentLoop):
     """One pass over documents, in either direction."""
 
     def __init__(
-        self, adaptation: Adaptation, num_documents: int, code: Code, num_in_all: int = 0
+        self,
+        adaptation: Adaptation,
+        num_documents: int,
+        code: Code,
+        num_in_all: int = 0,
+        num_targets: int = 0,
     ) -> None:
-        """`num_in_all`: of a text whose first documents alone are coded; 0: these are all."""
+        """`num_in_all`: of a text whose first documents alone are coded; 0: these are all.
+
+        Experts need the number of targets, the ends of documents among them.
+        """
         super().__init__(
             adaptation.open_predictor(),
             num_in_all or num_documents,
             adaptation.runtime,
             Clock(),
             adaptation.settings,
-            Mixture([]),
+            Mixture(adaptation.experts),
             adaptation.phases,
         )
+        self.mixture.open(self._num_lanes, num_targets)
+        self._targets_left = num_targets
+        # What experts guessed in this step, by row, with the targets and their prices before.
+        self._guessed: dict[int, list[tuple[Proposals, int, np.ndarray]]] = {}
         self.texts = Texts()
         self._num_targets = [UNKNOWN] * num_documents
         self._code = code
@@ -197,6 +213,8 @@ class DocumentCoder(DocumentLoop):
         rows = batch.rows_of(coded)
         # The prices are those of the single tokens.
         batch.price(rows, {chunk.lane: np.empty((chunk.count, 0)) for chunk in coded})
+        if self.mixture.experts:
+            self._settle(rows)
         return coded
 
     def _code_tokens(self, batch: LaneBatch, rows: Sequence[Chunk]) -> None:
@@ -218,17 +236,51 @@ class DocumentCoder(DocumentLoop):
                     hidden = predictor.model.hidden(upload(tokens, predictor.device), cache)
                     log_probs = log_probs_of(predictor.model, hidden)
                 cache.commit()
-                freqs = frequencies(log_probs)
-                going = [chunk for chunk in going if self._goes_on(chunk, freqs[chunk.lane])]
+                if self.mixture.experts:
+                    rows_of_all = log_probs.double().cpu().numpy()
+                    going = [
+                        c for c in going if self._guess(c, batch.lanes[c.lane], rows_of_all[c.lane])
+                    ]
+                else:
+                    freqs = frequencies(log_probs)
+                    going = [c for c in going if self._next(c.document, freqs[c.lane]) != BOS_ID]
 
-    def _goes_on(self, chunk: Chunk, freqs: np.ndarray) -> bool:
-        """Code the next token of a chunk; false at the end of the document."""
-        document = chunk.document
+    def _next(self, document: int, freqs: np.ndarray) -> int:
+        """Code the next token of a document; BOS is its end."""
         token = self._code(document, freqs)
         self.texts.append(document, token)
         if token == BOS_ID:
             self._num_targets[document] = len(self.texts.of(document)) - 1
-        return token != BOS_ID
+        return token
+
+    def _guess(self, chunk: Chunk, lane: int, log_p: np.ndarray) -> bool:
+        """Code the next token of a chunk with the experts' help; false at its document's end.
+
+        `log_p` (V,) are the network's log-probabilities. Experts learn a token before they guess
+        the next one of any lane, as in a score.
+        """
+        said = self.mixture.guess(lane)
+        probs = np.exp(self.mixture.distribution(said, log_p))
+        [freqs] = quantize(probs[None] / probs.sum())
+        token = self._next(chunk.document, freqs)
+        is_end = token == BOS_ID
+        # A score has no target there.
+        if not (is_end and chunk.document == len(self._num_targets) - 1):
+            self._targets_left -= 1
+            if self._targets_left < 0:
+                raise CodecError("compressed stream holds more tokens than it says: damaged")
+            self.mixture.propose(lane, np.array([token]))
+        columns = log_p[np.append(token, said.hints[0])]
+        self._guessed.setdefault(chunk.lane, []).append((said, token, columns))
+        return not is_end
+
+    def _settle(self, rows: Sequence[Chunk]) -> None:
+        """Strengths learn from a step whose tokens are coded, in the order of a score."""
+        seen = [guessed for chunk in rows for guessed in self._guessed[chunk.lane]]
+        said, tokens, columns = zip(*seen, strict=True)
+        self.mixture.price(join(said), np.array(tokens), np.stack(columns))
+        self.mixture.settle()
+        self._guessed = {}
 
     def _as_coded(self, chunk: Chunk) -> Chunk:
         left = self._num_targets[chunk.document] - chunk.first
@@ -250,12 +302,14 @@ def encode_adapted(
     on_share: OnShare | None = None,
     num_in_all: int = 0,
 ) -> bytes:
-    """`encode_by` with a predictor that learns."""
+    """`encode_by` with a predictor that learns; with experts a u32 of targets comes first."""
+    num_targets = sum(len(document) + 1 for document in documents) - 1
 
     def run(code: Code) -> None:
-        DocumentCoder(adaptation, len(documents), code, num_in_all).run()
+        DocumentCoder(adaptation, len(documents), code, num_in_all, num_targets).run()
 
-    return encode_by(run, documents, on_share)
+    begin = num_targets.to_bytes(4, "little") if adaptation.experts else b""
+    return begin + encode_by(run, documents, on_share)
 
 
 def decode_adapted(
@@ -267,8 +321,13 @@ def decode_adapted(
     num_in_all: int = 0,
 ) -> list[list[int]]:
     """What `encode_adapted` was given; a stream that holds more than its `bound` is refused."""
+    num_targets, size = 0, 4 if adaptation.experts else 0
+    if adaptation.experts:
+        num_targets = int.from_bytes(payload[:size], "little")
+        if num_targets >= bound.most + num_documents:
+            raise CodecError("compressed stream says that it holds more text than its header says")
 
     def run(code: Code) -> None:
-        DocumentCoder(adaptation, num_documents, code, num_in_all).run()
+        DocumentCoder(adaptation, num_documents, code, num_in_all, num_targets).run()
 
-    return decode_by(run, payload, num_documents, bound, on_share)
+    return decode_by(run, payload[size:], num_documents, bound, on_share)

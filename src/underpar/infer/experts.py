@@ -24,6 +24,10 @@ class Proposals:
     # The same shape, 0 to 1: how far the expert trusts its hint.
     confidence: Trust
 
+    def rows(self, rows: slice | Ints) -> Proposals:
+        """The guesses for some of the targets."""
+        return Proposals(self.hints[rows], self.confidence[rows])
+
 
 class Strength(Protocol):
     """The weight of an expert's hints; it may learn from targets that were priced."""
@@ -52,11 +56,15 @@ class Expert(Protocol):
     def open(self, num_histories: int, num_targets: int) -> None:
         """Forget everything; make room for so many targets over all histories."""
 
-    def propose(self, history: int, targets: Ints) -> Proposals:
+    def propose(self, history: int | Ints, targets: Ints) -> Proposals:
         """Guess each of the next targets (n,) of a history, and learn each one after its guess.
 
-        The guess for a target depends only on targets before it, of all histories.
+        Targets of several histories stand in the order in which they become known; `history` is
+        then (n,). The guess for a target depends only on targets before it, of all histories.
         """
+
+    def guess(self, history: int) -> Proposals:
+        """The guess (1,) for the next target of a history, which nobody knows yet."""
 
     def state(self) -> Arrays:
         """Everything that a resumed score needs, by name."""

@@ -9,6 +9,7 @@ are the same, but slow.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -62,20 +63,34 @@ class Histories:
             "ring": np.zeros((num_histories, ring_size), dtype=np.int64),
         }
 
-    def trail(self, history: int) -> Trail:
-        """A view of one history's end; a scan updates it."""
-        return Trail(self._lengths, self._powers, *(a[history] for a in self.arrays.values()))
+    @property
+    def trails(self) -> Trail:
+        """The ends of all histories; a scan updates them."""
+        return Trail(self._lengths, self._powers, *self.arrays.values())
+
+
+class Scan(ABC):
+    """An expert that is a scan: what `propose` and `guess` have in common."""
+
+    def propose(self, history: int | Ints, targets: Ints) -> Proposals:
+        """A guess for each of the next targets (n,) of histories, from the targets before it."""
+        tokens = np.array(targets, dtype=np.int64)
+        histories = np.array(np.broadcast_to(history, tokens.shape), dtype=np.int64)
+        return self._scanned(tokens, histories)
+
+    def guess(self, history: int) -> Proposals:
+        """The guess (1,) for the next target of a history; nothing is learned."""
+        return self._scanned(np.empty(0, dtype=np.int64), np.array([history], dtype=np.int64))
+
+    @abstractmethod
+    def _scanned(self, tokens: Ints, histories: Ints) -> Proposals:
+        """A guess for each of `histories` (n,), then for `tokens` (n,) or one fewer: learn them."""
 
 
 def table_bits(num_entries: int) -> int:
     """The number of rows for this many entries, as a power of two."""
     wanted = int(np.ceil(np.log2(max(num_entries, 1) / TYPICAL_LOAD)))
     return min(max(wanted, MIN_BITS), MAX_BITS)
-
-
-def as_tokens(targets: npt.ArrayLike) -> Ints:
-    """The targets as a new int64 array, the type that scans are compiled for."""
-    return np.array(targets, dtype=np.int64)
 
 
 def open_counts(num_entries: int) -> Counts:
@@ -107,7 +122,7 @@ def gates_of(gates: Sequence[Gate]) -> Gates:
     )
 
 
-class CountExpert:
+class CountExpert(Scan):
     """Guesses the most frequent token after the longest context that passes its gate.
 
     `lengths` are the lengths of the contexts. They share one gate, or `gate` maps each length to
@@ -134,12 +149,11 @@ class CountExpert:
         self._counts = open_counts(num_targets * len(self.lengths))
         self._histories = Histories(self.lengths, num_histories)
 
-    def propose(self, history: int, targets: Ints) -> Proposals:
-        """A guess for each of the next targets (n,) of a history, from the targets before it."""
-        hints = np.empty(len(targets), dtype=np.int64)
-        confidence = np.empty(len(targets), dtype=np.float32)
-        trail = self._histories.trail(history)
-        self._scan(as_tokens(targets), self._counts, trail, self._gates, hints, confidence)
+    def _scanned(self, tokens: Ints, histories: Ints) -> Proposals:
+        hints = np.empty(len(histories), dtype=np.int64)
+        confidence = np.empty(len(histories), dtype=np.float32)
+        trails = self._histories.trails
+        self._scan(tokens, histories, self._counts, trails, self._gates, hints, confidence)
         return Proposals(hints, confidence)
 
     def state(self) -> Arrays:
@@ -164,7 +178,7 @@ def kinds_of(pieces: Sequence[bytes]) -> npt.NDArray[np.int8]:
     return np.array(kinds, dtype=np.int8)
 
 
-class WordExpert:
+class WordExpert(Scan):
     """Guesses how the open word goes on, or, with `num_words`, how the word after so many starts.
 
     Nothing tells the expert which of the two the next token does: it guesses wherever it has a
@@ -194,16 +208,14 @@ class WordExpert:
             "num_closed": np.zeros((num_histories, 1), dtype=np.int64),
         }
 
-    def propose(self, history: int, targets: Ints) -> Proposals:
-        """A guess for each of the next targets (n,) of a history, from the targets before it."""
+    def _scanned(self, tokens: Ints, histories: Ints) -> Proposals:
         if self._kinds is None:
             raise RuleError("experts of words need a tokenizer, to know where words start")
-        tokens = as_tokens(targets)
         assert tokens.max(initial=0) < len(self._kinds), "a token that the tokenizer does not have"
-        hints = np.empty(len(tokens), dtype=np.int64)
-        confidence = np.empty(len(tokens), dtype=np.float32)
-        words = WordTrail(*(array[history] for array in self._words.values()))
-        self._scan(tokens, self._kinds, self._counts, words, self._gates, hints, confidence)
+        hints = np.empty(len(histories), dtype=np.int64)
+        confidence = np.empty(len(histories), dtype=np.float32)
+        words, counts = WordTrail(*self._words.values()), self._counts
+        self._scan(tokens, histories, self._kinds, counts, words, self._gates, hints, confidence)
         return Proposals(hints, confidence)
 
     def state(self) -> Arrays:
@@ -218,7 +230,7 @@ class WordExpert:
             array[:] = state[name]
 
 
-class MatchExpert:
+class MatchExpert(Scan):
     """Guesses the token after the last passage that agrees; a longer match gives more confidence.
 
     A passage is found by the hash of its last tokens, for each of `lengths`, and then followed.
@@ -240,13 +252,12 @@ class MatchExpert:
         self._histories = Histories(self.lengths, num_histories)
         self._matches = np.zeros((num_histories, 3), dtype=np.int64)
 
-    def propose(self, history: int, targets: Ints) -> Proposals:
-        """A guess for each of the next targets (n,) of a history, from the targets before it."""
+    def _scanned(self, tokens: Ints, histories: Ints) -> Proposals:
         room = len(self._links.tokens) - 1 - int(self._links.used[0])
-        assert len(targets) <= room, f"{len(targets)} targets, opened for {room} more"
-        hints, agreed = (np.empty(len(targets), dtype=np.int64) for _ in range(2))
-        trail = self._histories.trail(history)
-        self._scan(as_tokens(targets), self._links, trail, self._matches[history], hints, agreed)
+        assert len(tokens) <= room, f"{len(tokens)} targets, opened for {room} more"
+        hints, agreed = (np.empty(len(histories), dtype=np.int64) for _ in range(2))
+        trails = self._histories.trails
+        self._scan(tokens, histories, self._links, trails, self._matches, hints, agreed)
         longest = np.minimum(agreed, max(self.lengths))
         confidence = 1 - np.exp2(-longest / _TOKENS_PER_BIT)
         return Proposals(hints, confidence.astype(np.float32))

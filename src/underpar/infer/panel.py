@@ -46,9 +46,15 @@ class Panel:
         for member in self.members:
             member.open(num_histories, num_targets)
 
-    def propose(self, history: int, targets: Ints) -> Proposals:
+    def propose(self, history: int | Ints, targets: Ints) -> Proposals:
         """The strongest guess for each of the next targets (n,) of a history."""
-        said = [member.propose(history, targets) for member in self.members]
+        return self._strongest([member.propose(history, targets) for member in self.members])
+
+    def guess(self, history: int) -> Proposals:
+        """The strongest guess (1,) for the next target of a history."""
+        return self._strongest([member.guess(history) for member in self.members])
+
+    def _strongest(self, said: Sequence[Proposals]) -> Proposals:
         hints = np.stack([proposals.hints for proposals in said])  # (K, n)
         nothing = np.zeros(hints.shape[1])
         boosts = np.stack(

@@ -1,9 +1,10 @@
 """Loops over a stream of tokens that guess each token, then learn it.
 
-They are plain Python on arrays. Numba compiles them on first use; without Numba they run tens of
-times slower, with the same results bit for bit. Results are the same because no product overflows:
-contexts are hashed modulo a prime, twice (Karp and Rabin 1987). No scan reads a target before it
-has written the guess for it.
+Each token is of one of several histories. There may be one guess more than tokens, after which
+nothing is learned. The loops are plain Python on arrays. Numba compiles them on first use; without
+Numba they run tens of times slower, with the same results bit for bit. Results are the same because
+no product overflows: contexts are hashed modulo a prime, twice (Karp and Rabin 1987). No scan reads
+a target before it has written the guess for it.
 """
 
 from __future__ import annotations
@@ -99,6 +100,22 @@ class Links(NamedTuple):
 def mix(token: int) -> int:
     """A hash of a token; neighboring tokens get distant values, so that rows fill evenly."""
     return (token + 1) * TOKEN_FACTOR % PRIME
+
+
+def trail_of(trails: Trail, history: int) -> Trail:
+    """The trail of one history; arrays of `trails` have one more axis, the first."""
+    return Trail(
+        trails.lengths,
+        trails.powers,
+        trails.seen[history],
+        trails.hashes[history],
+        trails.ring[history],
+    )
+
+
+def words_of(words: WordTrail, history: int) -> WordTrail:
+    """The words of one history; arrays of `words` have one more axis, the first."""
+    return WordTrail(words.word[history], words.closed[history], words.num_closed[history])
 
 
 def push(trail: Trail, token: int) -> None:
@@ -203,15 +220,19 @@ def learn(counts: Counts, trail: Trail, token: int) -> None:
 
 def scan_counts(
     tokens: Ints,
+    histories: Ints,
     counts: Counts,
-    trail: Trail,
+    trails: Trail,
     gates: Gates,
     hints: Ints,
     confidence: Trust,
 ) -> None:
-    """Fill hints and confidence (n,) for the next tokens (n,) of a history, counting them."""
-    for i in range(len(tokens)):
+    """Fill hints and confidence (n,) for the next tokens (n,) of histories (n,), counting them."""
+    for i in range(len(hints)):
+        trail = trail_of(trails, int(histories[i]))
         hints[i], confidence[i] = look(counts, trail, gates)
+        if i == len(tokens):
+            break
         token = int(tokens[i])
         learn(counts, trail, token)
         push(trail, token)
@@ -219,9 +240,10 @@ def scan_counts(
 
 def scan_word(
     tokens: Ints,
+    histories: Ints,
     kinds: npt.NDArray[np.int8],
     counts: Counts,
-    words: WordTrail,
+    trails: WordTrail,
     gates: Gates,
     hints: Ints,
     confidence: Trust,
@@ -230,11 +252,14 @@ def scan_word(
 
     `kinds` (V,) says what each token does to words.
     """
-    word = words.word
-    for i in range(len(tokens)):
+    for i in range(len(hints)):
+        words = words_of(trails, int(histories[i]))
+        word = words.word
         hints[i], confidence[i] = -1, 0.0
         if word[SIZE] > 0:
             hints[i], confidence[i] = ask(counts, int(word[ROW]), int(word[ROW_CHECK]), gates, 0)
+        if i == len(tokens):
+            break
         token = int(tokens[i])
         if word[SIZE] > 0 and kinds[token] == CONTINUES:
             count(counts, int(word[ROW]), int(word[ROW_CHECK]), token)
@@ -243,9 +268,10 @@ def scan_word(
 
 def scan_word_starts(
     tokens: Ints,
+    histories: Ints,
     kinds: npt.NDArray[np.int8],
     counts: Counts,
-    words: WordTrail,
+    trails: WordTrail,
     gates: Gates,
     hints: Ints,
     confidence: Trust,
@@ -254,10 +280,13 @@ def scan_word_starts(
 
     The open word is not among them: the hint is the start of the word after the closed ones.
     """
-    for i in range(len(tokens)):
+    for i in range(len(hints)):
+        words = words_of(trails, int(histories[i]))
         hints[i], confidence[i] = -1, 0.0
         if words.num_closed[0] >= len(words.closed):
             hints[i], confidence[i] = ask(counts, phrase(words, 0), phrase(words, 1), gates, 0)
+        if i == len(tokens):
+            break
         token = int(tokens[i])
         read(words, token, int(kinds[token]))
         if kinds[token] == STARTS and words.num_closed[0] >= len(words.closed):
@@ -288,20 +317,24 @@ def phrase(words: WordTrail, i: int) -> int:
 
 def scan_matches(
     tokens: Ints,
+    histories: Ints,
     links: Links,
-    trail: Trail,
-    match: Ints,
+    trails: Trail,
+    matches: Ints,
     hints: Ints,
     lengths: Ints,
 ) -> None:
     """Fill hints and the lengths of their matches (n,), and store the tokens.
 
-    `match` (3,) is the state of this history.
+    `matches` (histories, 3) are the states of all histories.
     """
-    for i in range(len(tokens)):
+    for i in range(len(hints)):
+        trail, match = trail_of(trails, int(histories[i])), matches[int(histories[i])]
         expected = int(match[NEXT])
         hints[i] = int(links.tokens[expected]) if expected > 0 else -1
         lengths[i] = match[LENGTH] if expected > 0 else 0
+        if i == len(tokens):
+            break
         token = int(tokens[i])
         push(trail, token)
         append(links, match, token)
@@ -339,7 +372,10 @@ def seek(links: Links, trail: Trail, match: Ints) -> None:
         links.rows[row, CHECK], links.rows[row, POSITION] = check, int(match[END])
 
 
-_PARTS = (mix, push, find, claim, claim_pair, ask, count, look, learn, read, phrase, append, seek)
+_PARTS: tuple[Callable[..., Any], ...] = (
+    *(mix, trail_of, words_of, push, find, claim, claim_pair, ask),
+    *(count, look, learn, read, phrase, append, seek),
+)
 
 
 @cache

@@ -46,6 +46,14 @@ def join(parts: Sequence[Proposals]) -> Proposals:
     return Proposals(hints, np.concatenate([p.confidence for p in parts]))
 
 
+def _side_by_side(parts: Sequence[Proposals], num_targets: int) -> Proposals:
+    """Proposals of K experts for the same targets, as (n, K)."""
+    shape = (len(parts), num_targets)
+    hints = np.array([p.hints for p in parts], dtype=np.int64).reshape(shape)
+    confidence = np.array([p.confidence for p in parts], dtype=np.float32).reshape(shape)
+    return Proposals(hints.T, confidence.T)
+
+
 class Mixture:
     """Experts that tilt one after the other: propose, price, and after the commit settle."""
 
@@ -60,13 +68,16 @@ class Mixture:
             expert.strength.open()
         self._seen = None
 
-    def propose(self, history: int, targets: Ints) -> Proposals:
-        """Hints and confidence (n, K) for the next targets (n,) of a history, then learn them."""
-        parts = [expert.propose(history, targets) for expert in self.experts]
-        shape = (len(parts), len(targets))
-        hints = np.array([p.hints for p in parts], dtype=np.int64).reshape(shape)
-        confidence = np.array([p.confidence for p in parts], dtype=np.float32).reshape(shape)
-        return Proposals(hints.T, confidence.T)
+    def propose(self, history: int | Ints, targets: Ints) -> Proposals:
+        """Hints and confidence (n, K) for the next targets (n,) of a history, then learn them.
+
+        Targets of several histories stand in the order in which they become known.
+        """
+        return _side_by_side([e.propose(history, targets) for e in self.experts], len(targets))
+
+    def guess(self, history: int) -> Proposals:
+        """Hints and confidence (1, K) for the next target of a history, which nobody knows yet."""
+        return _side_by_side([expert.guess(history) for expert in self.experts], 1)
 
     def price(self, proposals: Proposals, targets: Ints, log_p: npt.ArrayLike) -> Floats:
         """Log-probabilities (n,) of targets (n,) from the model's, (n, 1 + K) of target and hints.

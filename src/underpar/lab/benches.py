@@ -8,20 +8,29 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 
 from underpar.artifact.array_decoder import decode
 from underpar.artifact.array_encoder import encode
 from underpar.artifact.frequencies import normalize_counts
+from underpar.build.levers import resolve_levers
+from underpar.build.model import build_model
+from underpar.codec.exact_streams import decode_streams, encode_streams
+from underpar.codec.lanes import Bound, decode_documents, encode_documents
 from underpar.core.runtime import Runtime
 from underpar.errors import BenchError
-from underpar.infer.experts import Proposals
+from underpar.infer.exact_mode import ExactPowers
+from underpar.infer.exact_predictor import ExactPredictor
+from underpar.infer.experts import Ints, Proposals
 from underpar.infer.ngram import CountExpert, Gate
+from underpar.infer.predictor import Predictor
 from underpar.infer.strengths import Steady
 from underpar.kernels.attention import attend, backend_of
 from underpar.kernels.attention.reference import REFERENCE
 from underpar.lab.bench import Bench
 from underpar.lab.data_benches import data, data_cores
-from underpar.recipe import nearest
+from underpar.model.network import Network
+from underpar.recipe import load_recipe, nearest
 from underpar.train.muon import orthogonalize
 
 
@@ -125,9 +134,87 @@ def ngram(runtime: Runtime) -> Bench:
     )
 
 
+def lanes(runtime: Runtime) -> Bench:
+    """Decoding 32 documents in floats: a loop over them against lanes side by side."""
+    predictor = Predictor(_demo_network(), runtime.device, [])
+    documents = _made_up_documents()
+    alone = [encode_documents(predictor, [document], 1) for document in documents]
+    together = encode_documents(predictor, documents, len(documents))
+
+    def decode(payload: bytes, num: int) -> list[list[int]]:
+        return decode_documents(predictor, payload, num, num, Bound(_MADE_UP_TOKENS))
+
+    def one_by_one() -> list[list[int]]:
+        return [decode(payload, 1)[0] for payload in alone]
+
+    return _lanes_bench(
+        "lanes", runtime, documents, one_by_one, lambda: decode(together, len(documents))
+    )
+
+
+def exact_lanes(runtime: Runtime) -> Bench:
+    """Decoding 32 documents in exact mode: a loop over them against lanes side by side."""
+    with ExactPowers():
+        predictor = ExactPredictor(_demo_network(), runtime.device)
+    documents = _made_up_documents()
+    lengths = [len(document) for document in documents]
+    alone = [encode_streams(predictor, [document])[0] for document in documents]
+    together = encode_streams(predictor, documents)[0]
+
+    def one_by_one() -> list[Ints]:
+        pairs = zip(alone, lengths, strict=True)
+        return [decode_streams(predictor, payload, [length])[0] for payload, length in pairs]
+
+    return _lanes_bench(
+        "exact_lanes",
+        runtime,
+        documents,
+        one_by_one,
+        lambda: decode_streams(predictor, together, lengths),
+    )
+
+
+def _lanes_bench(
+    name: str,
+    runtime: Runtime,
+    documents: Sequence[Ints],
+    one_by_one: Callable[[], Sequence[ArrayLike]],
+    together: Callable[[], Sequence[ArrayLike]],
+) -> Bench:
+    def check() -> None:
+        for decoded in (one_by_one(), together()):
+            assert all(map(np.array_equal, decoded, documents)), "a document did not come back"
+
+    return Bench(
+        name=name,
+        what=f"decode {len(documents)} documents, {_MADE_UP_TOKENS} tokens, by the demo's network",
+        a=one_by_one,
+        b=together,
+        label_a="one by one",
+        label_b="lanes",
+        synchronize=runtime.synchronize,
+        check=check,
+    )
+
+
+def _demo_network() -> Network:
+    """The network of the demo at its start: speed does not depend on weights."""
+    return build_model(resolve_levers(load_recipe("demo"))).eval()
+
+
+def _made_up_documents() -> list[Ints]:
+    lengths = np.random.default_rng(0).multinomial(_MADE_UP_TOKENS - 32 * 8, [1 / 32] * 32) + 8
+    return [np.random.default_rng(i).integers(4, 1000, length) for i, length in enumerate(lengths)]
+
+
+# Of the documents that lanes decode.
+_MADE_UP_TOKENS = 1024
+
 BENCHES: dict[str, Callable[[Runtime], Bench]] = {
     "attention": attention,
     "coder": coder,
+    "exact_lanes": exact_lanes,
+    "lanes": lanes,
     "muon": muon,
     "ngram": ngram,
 }

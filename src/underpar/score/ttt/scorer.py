@@ -13,11 +13,12 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from underpar.core.dist import gather_objects
 from underpar.core.runtime import Clock, Runtime
 from underpar.data.shards import Shard
-from underpar.infer.experts import Proposals
+from underpar.infer.experts import Ints, Proposals
 from underpar.infer.lora import LoraSettings
 from underpar.infer.predictor import Predictor
 from underpar.infer.tilt import Mixture, join
@@ -120,7 +121,7 @@ class DocumentScorer(DocumentLoop):
     def price(self, batch: LaneBatch, chunks: Sequence[Chunk], adapted: bool) -> Sequence[Chunk]:
         """Price whole chunks, and enter them in the ledger."""
         with self.clock.phase("hints" if self.mixture.experts else "score"):
-            proposals = {chunk.lane: self._propose(chunk) for chunk in chunks}
+            proposals = self._propose(chunks)
         with self.clock.phase("score"):
             priced = self._predict(batch, batch.rows_of(chunks), proposals, adapted)
             self._commit(chunks, proposals, priced)
@@ -164,8 +165,16 @@ class DocumentScorer(DocumentLoop):
         log_p = np.concatenate([priced[chunk.lane] for chunk in chunks])
         mixed = self.mixture.price(join([proposals[c.lane] for c in chunks]), targets, log_p)
         ends = np.cumsum([chunk.count for chunk in chunks])
-        for chunk, part in zip(chunks, np.split(mixed, ends[:-1]), strict=True):
-            self._tally.commit(chunk.document, chunk.first, -part)
+        if self.mixture.experts and self._ahead is None:
+            # Experts learn target by target, so prices are entered in this order too.
+            owners = [chunk for chunk in chunks for _ in range(chunk.count)]
+            places = _places(chunks)
+            for row in _in_turns(chunks):
+                first = owners[row].first + int(places[row])
+                self._tally.commit(owners[row].document, first, -mixed[row : row + 1])
+        else:
+            for chunk, part in zip(chunks, np.split(mixed, ends[:-1]), strict=True):
+                self._tally.commit(chunk.document, chunk.first, -part)
         self.mixture.settle()
         self._tally.note("price", self._step, int(ends[-1]))
 
@@ -231,9 +240,31 @@ class DocumentScorer(DocumentLoop):
         with self.clock.phase("hints" if self.mixture.experts else "score"):
             self._ahead = self.mixture.propose(0, np.asarray(self.shard.tokens[1:]))
 
-    def _propose(self, chunk: Chunk) -> Proposals:
-        if self._ahead is None:
-            return self.mixture.propose(chunk.lane, self._targets(chunk))
-        begin = int(self.shard.starts[chunk.document]) + chunk.first
-        rows = slice(begin, begin + chunk.count)
-        return Proposals(self._ahead.hints[rows], self._ahead.confidence[rows])
+    def _propose(self, chunks: Sequence[Chunk]) -> dict[int, Proposals]:
+        """Lane -> proposals (count, K) for its chunk."""
+        if self._ahead is not None:
+            begins = {c.lane: int(self.shard.starts[c.document]) + c.first for c in chunks}
+            rows = {c.lane: slice(begins[c.lane], begins[c.lane] + c.count) for c in chunks}
+            return {lane: self._ahead.rows(own) for lane, own in rows.items()}
+        order = _in_turns(chunks)
+        lanes = np.repeat([c.lane for c in chunks], [c.count for c in chunks])
+        targets = np.concatenate([self._targets(chunk) for chunk in chunks])
+        said = self.mixture.propose(lanes[order], targets[order]).rows(np.argsort(order))
+        ends = np.cumsum([chunk.count for chunk in chunks])
+        return {
+            c.lane: said.rows(slice(end - c.count, end))
+            for c, end in zip(chunks, ends, strict=True)
+        }
+
+
+def _places(chunks: Sequence[Chunk]) -> Ints:
+    """The place of each target in its chunk."""
+    return np.concatenate([np.arange(chunk.count) for chunk in chunks])
+
+
+def _in_turns(chunks: Sequence[Chunk]) -> npt.NDArray[np.intp]:
+    """The first targets of all chunks, then the second ones, and so on.
+
+    Lanes that decode side by side learn their tokens in this order.
+    """
+    return np.argsort(_places(chunks), kind="stable")
