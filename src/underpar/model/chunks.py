@@ -58,7 +58,9 @@ class PackedChunks(PackedCache):
         # The number of the chunk of each token, and of the first chunk of its segment.
         chunk = ends - 1
         begin = chunk[start]
-        if room >= len(ends):
+        # Whether segments have chunks that are not needed.
+        self._is_mixed = room >= len(ends)
+        if self._is_mixed:
             self._first = self._first_of(begin + cache.positions, ends)
             number = chunk[self._first]
             self._is_used = (start[self._first] == start) & (number == begin + cache.positions)
@@ -88,7 +90,8 @@ class PackedChunks(PackedCache):
     def attend(self, slot: int, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
         """Causal attention within each segment."""
         y = super().attend(slot, q, k, v, window)
-        return torch.where(self._is_used[:, None, None], y, 0)
+        # Elsewhere they are in segments of their own, in which all values are zeros.
+        return torch.where(self._is_used[:, None, None], y, 0) if self._is_mixed else y
 
     @staticmethod
     def _first_of(chunks: Tensor, ends: Tensor) -> Tensor:
