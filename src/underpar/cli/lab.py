@@ -341,11 +341,16 @@ def lab_start(
     Cold: the folders in which the compilers keep what they made are empty, and in a temporary
     place. Warm: the same again. Bytecode of Python is that of the machine.
     """
+    from underpar.build.recipe import load_checked
     from underpar.core.run_folder import write_atomic, write_json
+    from underpar.data.folder import load_data
     from underpar.lab.start_times import Request, measure_starts, to_markdown
 
     request = Request(recipe, str(data), tuple(set_ or ()), device, compiled)
-    starts = measure_starts(request, warm)
+    # A mistake is told here, before a process is started.
+    load_checked(recipe, request.overrides)
+    load_data(data)
+    starts = measure_starts(request, warm, open_progress(json))
     document = {"request": asdict(request)} | {
         name: [asdict(start) | {"total": start.total} for start in group]
         for name, group in starts.items()

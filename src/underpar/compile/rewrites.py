@@ -58,9 +58,7 @@ def choose_rewrites(
     for name in names:
         if name not in REWRITES:
             known = ("auto", "none", *REWRITES)
-            raise UnderparError(
-                f"no rewrite {name!r}{nearest(name, known)}; use {', '.join(known)}"
-            )
+            raise UnderparError(f"no rewrite {name!r}{nearest(name, known)}")
     reasons = {name: _refuse(name, network, runtime, loss_levers) for name in names}
     reasons = {name: why for name, why in reasons.items() if why}
     if reasons and wish != "auto":

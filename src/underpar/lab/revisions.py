@@ -70,7 +70,9 @@ def _git(*words: str, why: str = "") -> bytes:
     except FileNotFoundError:
         raise BenchError("a revision needs git, which is not installed") from None
     if done.returncode:
-        raise BenchError(why or f"git {words[0]} failed: {one_line(done.stderr.decode(), 200)}")
+        raise BenchError(
+            why or f"git {words[0]} failed: {one_line(done.stderr.decode().strip(), 200)}"
+        )
     return done.stdout
 
 
@@ -238,9 +240,9 @@ def open_revisions(
     """
     if not 0 <= at <= 1:
         raise BenchError(f"progress of training is {at}; use 0 to 1")
+    commits = [commit_of(variant.revision or "HEAD") for variant in variants]
     if not all(variant.revision for variant in variants):
         require_clean()
-    commits = [commit_of(variant.revision or "HEAD") for variant in variants]
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory())).resolve()
         sources = {commit: export(commit, folder / commit) for commit in sorted(set(commits))}

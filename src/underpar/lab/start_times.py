@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from underpar.core.progress import SILENT, Progress
 from underpar.core.runtime import Clock, process_age_seconds
 from underpar.errors import BenchError, one_line
 
@@ -61,13 +62,21 @@ class Start:
         return sum(self.seconds.values())
 
 
-def measure_starts(request: Request, warm: int = 1) -> dict[str, list[Start]]:
+def measure_starts(
+    request: Request, warm: int = 1, progress: Progress = SILENT
+) -> dict[str, list[Start]]:
     """A cold start, then as many warm ones as are asked for."""
     if warm < 1:
         raise BenchError(f"{warm} warm starts: expected 1 or more")
-    with tempfile.TemporaryDirectory() as caches:
-        cold = _start(request, Path(caches))
-        return {"cold": [cold], "warm": [_start(request, Path(caches)) for _ in range(warm)]}
+    starts = []
+    with (
+        tempfile.TemporaryDirectory() as caches,
+        progress.task("starts", 1 + warm) as task,
+    ):
+        for _ in range(1 + warm):
+            starts.append(_start(request, Path(caches)))
+            task.update(len(starts), f"{starts[-1].total:.1f} s")
+    return {"cold": starts[:1], "warm": starts[1:]}
 
 
 def _start(request: Request, caches: Path) -> Start:
