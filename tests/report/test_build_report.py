@@ -14,7 +14,7 @@ import pytest
 
 from underpar.audit.rules import RULES
 from underpar.core.run_folder import RunFolder, write_json
-from underpar.core.words import change_text, number_text, seconds_text
+from underpar.core.words import change_text, number_text, seconds_text, speed_text
 from underpar.errors import RunError
 from underpar.recipe import load_recipe
 from underpar.report.build import GREY, build_report, clock_of
@@ -249,6 +249,7 @@ def test_seconds_text(seconds: float, expected: str) -> None:
 def test_numbers_in_words() -> None:
     assert (number_text(1234.5), number_text(1e30)) == ("1,234.5000", "1e+30")
     assert (change_text(0.75), change_text(1.5)) == ("25.0 % smaller", "50.0 % larger")
+    assert [speed_text(x) for x in (12, 42_100, 1.2e6)] == ["12 bytes/s", "42.1 kB/s", "1.2 MB/s"]
 
 
 def test_curves_are_in_bits_per_byte_with_held_out_points_and_results(

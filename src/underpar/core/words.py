@@ -23,6 +23,14 @@ def bytes_text(value: float) -> str:
     return count_text(value, "byte")
 
 
+def speed_text(bytes_per_second: float) -> str:
+    """A speed in bytes, kilobytes or megabytes per second, whichever fits."""
+    for unit, size in (("MB", 1e6), ("kB", 1e3)):
+        if bytes_per_second >= size:
+            return f"{number_text(bytes_per_second / size, 1)} {unit}/s"
+    return f"{number_text(bytes_per_second, 0)} bytes/s"
+
+
 def percent_text(share: float) -> str:
     """A share in percent."""
     return f"{number_text(100 * share, 1)} %"

@@ -19,6 +19,7 @@ from underpar.codec.stream import Codec
 from underpar.core.progress import SILENT, Progress, Task
 from underpar.core.run_folder import write_atomic
 from underpar.core.runtime import Runtime
+from underpar.core.words import speed_text
 from underpar.data.folder import load_data
 from underpar.errors import CodecError, UnderparError
 
@@ -148,12 +149,12 @@ def decompress(
 
 
 def _meter(task: Task, num_bytes: int, remark: str = "") -> Callable[[float], None]:
-    """Shows bytes done and megabytes per second."""
+    """Shows bytes done and their speed."""
     begin = time.monotonic()
 
     def show(share: float) -> None:
         done = share * num_bytes
-        speed = done / 1e6 / max(1e-9, time.monotonic() - begin)
-        task.update(done, f"{speed:.4f} MB/s{', ' if remark else ''}{remark}")
+        speed = speed_text(done / max(1e-9, time.monotonic() - begin))
+        task.update(done, f"{speed}, {remark}" if remark else speed)
 
     return show
