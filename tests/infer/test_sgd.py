@@ -180,7 +180,8 @@ def test_floats_do_not_shift_the_first_block() -> None:
     spec = dataclasses.replace(SMALL.model, num_layers=10)
     module = lever_module("ttt_e2e")
     patterns = module.plug(module.Settings(share=0.9), spec).patterns
-    assert patterns[0] == "blocks.1.mlp.*" and len(patterns) == 9
+    # Each layer by its name in a GPT and in the main network of an H-Net.
+    assert patterns[:2] == ("blocks.1.mlp.*", "main.blocks.1.mlp.*") and len(patterns) == 2 * 9
 
 
 def test_the_stream_changes_every_weight_that_has_a_gradient() -> None:
