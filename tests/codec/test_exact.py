@@ -127,11 +127,13 @@ def test_the_longest_lane_is_as_short_as_it_can_be(sizes: list[int], most_lanes:
     assert (len(streams) <= num_lanes, max(map(len, streams))) == (True, best)
 
 
-def test_lanes_follow_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lanes_follow_the_memory_of_decoder_and_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
     predictor = ExactPredictor(made_up("softcap"), CPU)
     documents = with_ends([np.arange(4, 34)] * 400)
     lane = predictor.lane_bytes(predictor.context)
     assert len(cut(predictor, documents)) == 400 * 31 // exact.CUT_TOKENS
+    for lanes in (1, 4, 7):
+        assert len(cut(predictor, documents, (lanes + 0.5) * lane)) == lanes
     for lanes in (1, 4, 7):
         monkeypatch.setattr(exact, "free_memory_bytes", lambda _, n=lanes: (n + 0.5) * lane / 0.6)
         assert len(cut(predictor, documents)) == lanes

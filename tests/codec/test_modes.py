@@ -140,6 +140,8 @@ def test_commands_code_files_and_documents(tmp_path: Path) -> None:
     assert back.read_bytes() == POEM
     with pytest.raises(CodecError, match="depends on those before"):
         invoke("decompress", artifact, out, back, "--document", 0)
+    with pytest.raises(CodecError, match=r"--decoder-memory 0: expected more than 0 GB"):
+        invoke("compress", artifact, source, out, "--exact", "--decoder-memory", 0)
 
 
 def test_pipes(tmp_path: Path) -> None:

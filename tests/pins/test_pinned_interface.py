@@ -10,7 +10,7 @@ NEW_OPTIONS: dict[str, set[str]] = {
     "recipe show": {"forward", "against_published"},
     "pack": {"for_submission"},
     "score": {"exact"},
-    "compress": {"adapt", "exact", "index", "split", "verify"},
+    "compress": {"adapt", "decoder_memory", "exact", "index", "split", "verify"},
     "decompress": {"document"},
     "bench": {
         "at",

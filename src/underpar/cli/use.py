@@ -29,6 +29,12 @@ def compress(
     exact: Annotated[
         bool, typer.Option("--exact", help="Let the file decode on every machine, CPU or GPU.")
     ] = False,
+    decoder_memory: Annotated[
+        float,
+        typer.Option(
+            metavar="GB", help="With --exact: what a decoder may need. More is faster on a GPU."
+        ),
+    ] = 8.0,
     split: Annotated[
         str,
         typer.Option(help=r"What stands between two documents, such as '\n\n' or '\0'."),
@@ -64,6 +70,7 @@ def compress(
         open_progress(json),
         adapt=adapt,
         exact=exact,
+        decoder_gb=decoder_memory,
         separator=use.separator_of(split),
         indexed=index,
         verify=verify,

@@ -29,13 +29,18 @@ CUT_TOKENS = 1024
 MAX_LANES = 512
 # The share of free memory that an encoder takes for keys and values, and a decoder.
 ENCODER_SHARE, DECODER_SHARE = 0.6, 0.9
+# What a decoder may need if nobody says otherwise: a file is to decode on a laptop.
+DECODER_BYTES = 8e9
 
 
 def encode_exact(
-    predictor: ExactPredictor, sequences: Sequence[Ints], on_share: OnShare | None = None
+    predictor: ExactPredictor,
+    sequences: Sequence[Ints],
+    on_share: OnShare | None = None,
+    decoder_bytes: float = DECODER_BYTES,
 ) -> tuple[bytes, int]:
     """Sequences of targets, which follow each other, as a payload; and its number of lanes."""
-    streams = cut(predictor, sequences)
+    streams = cut(predictor, sequences, decoder_bytes)
     lengths = np.array([len(stream) for stream in streams])
     meter = _Meter(on_share, int(lengths.sum()))
     payload, _ = encode_streams(predictor, streams, meter)
@@ -91,16 +96,18 @@ def without_ends(targets: Ints) -> list[Ints]:
     return [part[:-1] for part in np.split(targets, ends[:-1] + 1)]
 
 
-def cut(predictor: ExactPredictor, sequences: Sequence[Ints]) -> list[Ints]:
+def cut(
+    predictor: ExactPredictor, sequences: Sequence[Ints], decoder_bytes: float = DECODER_BYTES
+) -> list[Ints]:
     """All sequences, joined and cut into lanes whose longest is as short as can be, none empty.
 
-    Free memory limits the number of lanes.
+    The memory of a decoder limits the number of lanes, and the free memory here.
     """
     size = _part_tokens(predictor)
     parts = [s[i : i + size] for s in sequences for i in range(0, len(s), size)]
     lengths = [len(part) for part in parts]
     ends = np.cumsum(lengths)
-    room = ENCODER_SHARE * free_memory_bytes(predictor.device)
+    room = min(decoder_bytes, ENCODER_SHARE * free_memory_bytes(predictor.device))
     fitting = max(1.0, room // predictor.lane_bytes(predictor.context))
     num_lanes = int(min(MAX_LANES, fitting, max(1, ends[-1] // CUT_TOKENS)))
     # A share of the whole may be too short for a lane of whole parts; with a part more it is not.

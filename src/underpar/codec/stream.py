@@ -18,6 +18,7 @@ import torch
 
 from underpar.codec.adapted import Adaptation, decode_adapted, encode_adapted
 from underpar.codec.exact import (
+    DECODER_BYTES,
     decode_exact,
     encode_exact,
     lanes_bytes,
@@ -84,15 +85,16 @@ class Codec:
         separator: bytes = b"",
         adapt: bool = False,
         exact: bool = False,
+        decoder_bytes: float = DECODER_BYTES,
         indexed: bool = False,
         verify: bool = True,
     ) -> bytes:
         """`data` as a compressed file; it is decoded as a check before it is returned.
 
         With a `separator` the parts between are documents of their own, which lanes code side by
-        side. With `adapt` adapters learn each document. An `exact` file decodes on every machine.
-        An `indexed` file gives a document without the others. Without `verify` nothing is decoded,
-        and the file says so.
+        side. With `adapt` adapters learn each document. An `exact` file decodes on every machine
+        that has `decoder_bytes` of memory for its lanes. An `indexed` file gives a document without
+        the others. Without `verify` nothing is decoded, and the file says so.
         """
         if indexed and (adapt or not separator):
             why = "adapters go through a file from its start" if adapt else "give a separator"
@@ -112,7 +114,7 @@ class Codec:
             # Cuts of one text are joined: lanes have cuts of their own.
             documents = documents if separator else [np.concatenate(documents)]
             sequences = with_ends(documents) if separator else documents
-            payload, num_lanes = encode_exact(self._exact(), sequences, encoding)
+            payload, num_lanes = encode_exact(self._exact(), sequences, encoding, decoder_bytes)
         elif documents:
             num_lanes = min(INDEXED_LANES if indexed else MAX_LANES, len(documents))
             size = num_lanes if indexed else len(documents)

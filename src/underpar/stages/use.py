@@ -14,6 +14,7 @@ from underpar.build.adaptation import open_adaptation
 from underpar.build.artifact import build_tokenizer, read_artifact
 from underpar.build.exact import build_exact_predictor
 from underpar.build.model import build_predictor
+from underpar.codec.exact import DECODER_BYTES
 from underpar.codec.frame import MODE_NAMES, read_frame
 from underpar.codec.stream import Codec
 from underpar.core.progress import SILENT, Progress, Task
@@ -88,6 +89,7 @@ def compress(
     *,
     adapt: bool = False,
     exact: bool = False,
+    decoder_gb: float = DECODER_BYTES / 1e9,
     separator: bytes = b"",
     indexed: bool = False,
     verify: bool = True,
@@ -96,6 +98,8 @@ def compress(
 
     The result is decoded as a check before anything is written, unless `verify` is false.
     """
+    if not decoder_gb > 0:
+        raise CodecError(f"--decoder-memory {decoder_gb:g}: expected more than 0 GB")
     if source.is_dir():
         data, separator = read_held_out(source), separator or ZERO
     else:
@@ -107,6 +111,7 @@ def compress(
             _meter(task, len(data), "then decoding again" if verify else ""),
             adapt=adapt,
             exact=exact,
+            decoder_bytes=1e9 * decoder_gb,
             separator=separator,
             indexed=indexed,
             verify=verify,
