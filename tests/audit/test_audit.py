@@ -12,6 +12,7 @@ import torch
 
 from tiny import TinyRun
 from underpar.audit import behaviour, scores
+from underpar.audit import data as data_rules
 from underpar.audit.case import Case, Limits
 from underpar.audit.clock import training_time
 from underpar.audit.data import byte_count
@@ -377,6 +378,16 @@ def test_a_score_better_than_the_code_fails(case: Case) -> None:
     assert coded_bits(plain).verdict == PASS
     assert coded_bits(with_plain(case, shrink)).verdict == FAIL
     assert reproduction(with_plain(case, shrink)).verdict == FAIL
+
+
+def test_one_long_document_says_nothing_about_memorization(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data_rules, "LARGEST_SHARE", 0.0)
+    found = data_rules.memorization(case)
+    assert found.verdict == NOT_SHOWN
+    assert "one document holds" in found.summary
+    assert "'underpar data build TEXT --out DATA --split-documents 4000'" in found.summary
 
 
 @pytest.mark.parametrize("name", ["num_documents", "code_tokens", "num_retrained"])

@@ -467,7 +467,10 @@ def memorization(case: Case) -> Finding:
         return not_shown("memorization", f"{told}; its files may be easier ones", **evidence)
     largest = case.data.val.doc_bytes.max() / max(1, case.data.val.num_bytes)
     if sigmas <= SIGMAS and largest > LARGEST_SHARE:
-        why = f"one document holds {100 * largest:.0f} % of the held-out bytes, too few to compare"
+        why = (
+            f"one document holds {100 * largest:.0f} % of the held-out bytes, too few to compare; "
+            "'underpar data build TEXT --out DATA --split-documents 4000' cuts long documents"
+        )
         return not_shown("memorization", f"{told}; {why}", **evidence)
     return judge("memorization", sigmas <= SIGMAS, told, **evidence)
 
