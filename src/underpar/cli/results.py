@@ -211,7 +211,7 @@ def _lanes(f: Figures) -> str:
     """Of a compressed file: how many are decoded side by side, and with how much memory."""
     if not f["decoder_bytes"]:
         return f"{f['lanes']:,}"
-    return f"{f['lanes']:,}, which take a decoder up to {f['decoder_bytes'] / 1e9:,.2f} GB"
+    return f"{f['lanes']:,}; a decoder needs up to {f['decoder_bytes'] / 1e6:,.0f} MB for them"
 
 
 def decompressed(f: Figures, source: object, out: object) -> Result:
